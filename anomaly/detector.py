@@ -22,7 +22,7 @@ from anomaly.datasets.samples import Dataset, Sample, strays
 from anomaly.desk.calibrate import Asked, recalibrate
 from anomaly.desk.change import samples_of
 from anomaly.errors import ConfigError, DataError, ImageError, needs_training
-from anomaly.evaluation.splits import images_to_test, not_learned
+from anomaly.evaluation.evaluate import images_to_test, not_learned
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding
 from anomaly.report.report import Category, evaluated
@@ -30,8 +30,7 @@ from anomaly.runtime import Progress, StageProgress, device_of
 from anomaly.scoring.build import decoding_of
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.storage.load import load_model
-from anomaly.storage.save import save
+from anomaly.storage.models import load_model, save
 
 if TYPE_CHECKING:
     import torch

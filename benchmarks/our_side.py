@@ -20,8 +20,7 @@ from anomaly.config.load import parse_config
 from anomaly.datasets.layouts import open_dataset
 from anomaly.imaging.pool import Decoders
 from anomaly.scoring.model import Model
-from anomaly.storage.load import load_model
-from anomaly.storage.save import save
+from anomaly.storage.models import load_model, save
 from anomaly.training.fit import train as learn
 
 

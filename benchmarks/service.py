@@ -125,7 +125,7 @@ def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
     from anomaly.imaging.pool import Decoders
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.pipeline import Inputs, Run, RunJournal
-    from anomaly.storage.load import load_model
+    from anomaly.storage.models import load_model
 
     model = load_model(run)
     with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ from anomaly.imaging.pool import Decoders
 from anomaly.runtime import device_of
 from anomaly.scoring.image_statistics import statistics_of
 from anomaly.scoring.model import Model
-from anomaly.storage.save import save
+from anomaly.storage.models import save
 from anomaly.training.fit import train
 from benchmarks.process import machine
 

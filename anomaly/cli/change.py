@@ -23,7 +23,7 @@ from anomaly.errors import AnomalyError, DataError, OutputError
 from anomaly.files.writing import RUN, claim, locked
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import HISTORY, check_run_folder, find_model
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 from anomaly.storage.thresholds import replace_thresholds
 
 if TYPE_CHECKING:

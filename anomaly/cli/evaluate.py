@@ -17,7 +17,7 @@ from anomaly.datasets.inputs import find_inputs, open_test_images
 from anomaly.desk import golden
 from anomaly.desk.advice import lines
 from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of
-from anomaly.evaluation.splits import images_to_test
+from anomaly.evaluation.evaluate import images_to_test
 from anomaly.files.writing import GOLDEN, locked
 from anomaly.report.report import (
     Category,
@@ -29,7 +29,7 @@ from anomaly.report.report import (
     undefined,
 )
 from anomaly.storage.folder import find_runs
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from anomaly.errors import AnomalyError, DataError
 from anomaly.explain.page import PAGE, claim_folder, next_steps
 from anomaly.files.writing import locked, short_name
 from anomaly.storage.folder import find_model
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 log = logging.getLogger(__name__)
 

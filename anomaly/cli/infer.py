@@ -33,7 +33,7 @@ from anomaly.report.report import passed_in_evaluation
 from anomaly.runtime import cores
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import find_model
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from anomaly.config.schema import METHODS
 from anomaly.errors import AnomalyError, ConfigError
 from anomaly.files.tables import text_table
 from anomaly.storage.folder import find_model, read_manifest
-from anomaly.storage.load import config_in
+from anomaly.storage.models import config_in
 
 if TYPE_CHECKING:
     from torch import nn

@@ -28,7 +28,7 @@ from anomaly.inference.outputs import about_model
 from anomaly.runtime import StoppedError, cores, use_threads
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from anomaly.datasets.names import folded
 from anomaly.errors import DataError, counted, some
+from anomaly.files.writing import sha256_of
 from anomaly.imaging.formats import JPEG
 from anomaly.imaging.loading import Look
 from anomaly.imaging.read import (
@@ -62,6 +64,13 @@ class Sample:
     def source(self) -> Path | Image:
         """Source for loading: the file, or the pixels that are in memory."""
         return self.path if self.image is None else self.image
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the file or of the pixels in memory; empty where the file can't be read."""
+        with suppress(OSError):
+            return self.image.sha256 if self.image else sha256_of(self.path)
+        return ""
 
     @property
     def part(self) -> str:

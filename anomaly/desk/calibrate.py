@@ -35,12 +35,11 @@ from anomaly.desk.change import (
     price,
 )
 from anomaly.errors import DataError, first_of, some
-from anomaly.evaluation.splits import content_hash, recorded
 from anomaly.runtime import StageProgress
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Scored
 from anomaly.storage.folder import HISTORY
-from anomaly.storage.thresholds import change, earlier_thresholds
+from anomaly.storage.thresholds import change, earlier_thresholds, recorded
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +173,7 @@ def recalibrate(
     if taken:
         images["taken as defects"] = taken
     if defects:
-        images["defects"] = {defect.name: content_hash(defect) for defect in defects}
+        images["defects"] = {defect.name: defect.sha256 for defect in defects}
     rates = cost.defects_found(limits, defects)
     record = change(asked.values(), model.thresholds, limits, images, rates)
     changes = (*model.changes, {**record, "model_before": model.model_id})
@@ -312,7 +311,7 @@ def _known_scores(detector: Model, known: Iterable[Sample]) -> GoodScores:
         )
     good, learned = detector.thresholds.good, detector.manifest["training_images"]
     # Defects may have been found among the training images since; unreadable files have no hash.
-    bad = {*map(content_hash, known), *recorded(detector, "defects")} - {""}
+    bad = {*(defect.sha256 for defect in known), *recorded(detector, "defects")} - {""}
     rows = [(name, sha256 or learned.get(name, "")) for name, _, _, sha256 in good.rows()]
     if defects := [name for name, sha256 in rows if sha256 in bad]:
         log.warning("left out, known as defects: %s", some(defects))

@@ -17,12 +17,13 @@ from anomaly.datasets.inputs import check_inputs, find_inputs
 from anomaly.datasets.samples import Sample
 from anomaly.desk.golden import golden_samples
 from anomaly.errors import AnomalyError, DataError, counted, first_of, some
-from anomaly.evaluation.splits import content_hash, dataset_of, recorded
+from anomaly.evaluation.evaluate import dataset_of
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding, described
 from anomaly.runtime import StageProgress
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Scored
+from anomaly.storage.thresholds import recorded
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +275,7 @@ def known_parts(models: Sequence[Model], defects: Iterable[Sample] = ()) -> dict
     parts: dict[str, list[Sample]] = {kind: [] for kind in kinds}
     for kind, samples in kinds.items():
         for sample in samples:
-            sha256 = content_hash(sample)
+            sha256 = sample.sha256
             if sha256 not in hashes:
                 parts[kind].append(sample)
             hashes |= {sha256} - {""}  # unreadable files stay, to be reported
@@ -320,18 +321,18 @@ def fresh(
     Raises:
         DataError: an image is given as a defect, too; or none is left.
     """
-    bad = set(map(content_hash, defects)) - {""}
-    parts = map(content_hash, [*known[DEFECTS], *known[GOOD]])
+    bad = {defect.sha256 for defect in defects} - {""}
+    parts = {part.sha256 for part in [*known[DEFECTS], *known[GOOD]]}
     apart: dict[str, set[str]] = {
         "that the model has learned from": set(model.manifest["training_images"].values()),
-        "of the test split or known as defects": {*parts, *recorded(model, "defects")},
+        "of the test split or known as defects": parts | recorded(model, "defects"),
         "taken as defects before": recorded(model, "taken as defects") if unsorted else set(),
         "that are copies of others": set(),
     }
     kept: list[Sample] = []
     out: Counter[str] = Counter()
     for sample in samples:
-        sha256 = content_hash(sample)
+        sha256 = sample.sha256
         if sha256 in bad:
             raise DataError(f"{sample.path} is given as good and as a defect; give it once")
         reason = next((why for why, hashes in apart.items() if sha256 and sha256 in hashes), "")

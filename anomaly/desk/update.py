@@ -32,7 +32,7 @@ from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.model import Model, score
 from anomaly.storage.folder import appearing, find_model
-from anomaly.storage.save import save
+from anomaly.storage.models import save
 from anomaly.storage.thresholds import change
 from anomaly.training.cross_fitting import cross_fit, good_scores, scores_of
 from anomaly.training.features import CachedFeatures, cached_features

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -18,7 +18,7 @@ from torch import Tensor
 from anomaly.backbones.extractor import network_input
 from anomaly.datasets.samples import Sample, samples_in
 from anomaly.errors import DataError, ImageError
-from anomaly.evaluation.splits import TrainingImages, dataset_images, training_names
+from anomaly.evaluation.evaluate import TrainingImages, dataset_images
 from anomaly.explain import saliency
 from anomaly.explain.page import Explanation
 from anomaly.hooks import capture
@@ -306,6 +306,18 @@ def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
 
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
     return saliency.image_gradient(score, pixels)
+
+
+def training_names(manifest: Mapping[str, Any]) -> list[str]:
+    """Names of the images given for training, at the indices that memory bank vectors carry.
+
+    Refused images have an index, too.
+    """
+    names = list(manifest["training_images"])
+    refused: dict[str, int] = manifest["refused_images"] or {}
+    for name, index in sorted(refused.items(), key=lambda pair: pair[1]):
+        names.insert(index, name)
+    return names
 
 
 class GoodImages:

@@ -26,7 +26,7 @@ from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.samples import Sample
 from anomaly.errors import AnomalyError, DataError, ModelError, OutputError, counted
-from anomaly.evaluation.splits import TrainingImages, dataset_images
+from anomaly.evaluation.evaluate import TrainingImages, dataset_images
 from anomaly.files.writing import as_json, claim, locked, locked_file, remove_drafts, write
 from anomaly.imaging.loading import size_of
 from anomaly.imaging.read import read_image
@@ -45,7 +45,7 @@ from anomaly.storage.folder import (
     find_model,
     write_sealed,
 )
-from anomaly.storage.load import config_in, exported_stages, load_model
+from anomaly.storage.models import config_in, exported_stages, load_model
 from anomaly.training.runs import training_record
 
 log = logging.getLogger(__name__)

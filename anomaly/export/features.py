@@ -27,7 +27,7 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, by_shape
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import DEFAULT
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from anomaly.storage.folder import (
     find_models,
     model_id,
 )
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 from anomaly.training.runs import training_record
 
 _EARLIER, _WITHDRAWN = "earlier", "withdrawn"

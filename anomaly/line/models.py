@@ -26,7 +26,6 @@ import numpy as np
 
 from anomaly.desk import golden as golden_parts
 from anomaly.errors import AnomalyError, ModelError, OutputError, some, visible, why
-from anomaly.evaluation.splits import caught_defects
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
@@ -38,8 +37,8 @@ from anomaly.line.record import Answer, Record
 from anomaly.runtime import get_threads, program_threads
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.storage.load import load_model
-from anomaly.storage.thresholds import thresholds_alone_differ
+from anomaly.storage.models import load_model
+from anomaly.storage.thresholds import caught_defects, thresholds_alone_differ
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from anomaly.line.drift import Drift, Promise
 from anomaly.line.record import JUDGED, in_utc, open_rows, open_to_read
 from anomaly.report.page import figure_html, row_html, table_html, table_page, utc_now
 from anomaly.storage.folder import checked, find_model, model_id
-from anomaly.storage.load import read_folder
+from anomaly.storage.models import read_folder
 from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
 
 PAGE = "report.html"

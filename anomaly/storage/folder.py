@@ -1,7 +1,7 @@
 """The folder that a model lives in: where it is, its manifest, whether its files are whole, its id.
 
 `manifest.json` holds the sha256 of each other file, and `manifest_sha256`, that of its own text
-without this entry. What is in the other files is `anomaly.storage.load`'s business.
+without this entry. What is in the other files is `anomaly.storage.models`'s business.
 """
 
 from __future__ import annotations

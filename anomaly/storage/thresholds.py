@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from anomaly.calibration.thresholds import GoodScores, Threshold, Thresholds
 from anomaly.errors import DataError, ModelError
@@ -27,6 +27,9 @@ from anomaly.storage.folder import (
     read_manifest,
     write_sealed,
 )
+
+if TYPE_CHECKING:
+    from anomaly.scoring.model import Model
 
 _FILES = ("thresholds.json", "calibration.json")
 
@@ -218,3 +221,54 @@ def write_history(
     ]
     if history := earlier + b"".join(lines):
         (folder / HISTORY).write_bytes(history)
+
+
+def threshold_images(model: Model) -> frozenset[str]:
+    """sha256 of the images that a model's thresholds were chosen with; figures on them flatter.
+
+    These are good images and, where thresholds were set by hand, the defects given with them.
+    """
+    limits = model.thresholds
+    if limits is None:
+        return frozenset()
+    # Without hashes of their own the good scores are held-out scores of the training images.
+    hashes = {*limits.good.hashes} - {""} or {*model.manifest["training_images"].values()}
+    if limits.label != "calibrated":
+        with suppress(*_MALFORMED):
+            hashes |= {*_last_change(model)["images"].get("defects", {}).values()}
+    return frozenset(hashes)
+
+
+def caught_defects(model: Model) -> float | None:
+    """The share of the defects given to `calibrate` that its thresholds catch; None without any."""
+    with suppress(*_MALFORMED):
+        return float(_last_change(model)["defects_found"]["caught"]["expected"])
+    return None
+
+
+# Errors of reading an entry of the history that somebody has edited by hand: it counts as empty.
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, IndexError)
+
+
+def recorded(model: Model, kind: str) -> set[str]:
+    """sha256 of the images of one kind in a model's history.
+
+    Args:
+        model: trained.
+        kind: name in the history's entries, such as `defects`.
+    """
+    hashes: set[str] = set()
+    # Lines of the model folder, then the entries that aren't saved yet.
+    lines: list[Any] = [*model.history.splitlines(), *model.changes]
+    for line in lines:
+        with suppress(*_MALFORMED):
+            entry = json.loads(line) if isinstance(line, bytes) else line
+            hashes |= {*entry["images"].get(kind, {}).values()}
+    return hashes
+
+
+def _last_change(model: Model) -> Mapping[str, Any]:
+    """The latest entry of a model's history, saved or not."""
+    if model.changes:
+        return model.changes[-1]
+    return dict(json.loads(model.history.splitlines()[-1]))

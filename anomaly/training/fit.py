@@ -40,7 +40,7 @@ from anomaly.scoring.build import (
 )
 from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.model import Model
-from anomaly.storage.save import manifest_of
+from anomaly.storage.models import manifest_of
 from anomaly.training.cross_fitting import cross_fit, scores_of, split, standing_out
 from anomaly.training.features import CachedFeatures, HeldOutScores, TrainingSetup, cached_features
 

@@ -23,7 +23,7 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.runtime import StageProgress, peak_memory
 from anomaly.storage.folder import check_run_folder
-from anomaly.storage.save import save
+from anomaly.storage.models import save
 
 if TYPE_CHECKING:
     import torch

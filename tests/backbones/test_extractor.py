@@ -33,7 +33,7 @@ from anomaly.hooks import capture, live_hooks
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput
 from anomaly.storage import load as checkpoint
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 CPU = torch.device("cpu")
 NORMALISE = Normalisation((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))

@@ -36,7 +36,7 @@ from anomaly.backbones.networks import (
 from anomaly.backbones.weights import read_state
 from anomaly.config.load import load_config
 from anomaly.errors import ConfigError, WeightsError
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 def test_resnet50_v1_has_its_stride_in_the_first_convolution() -> None:

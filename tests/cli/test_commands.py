@@ -23,7 +23,7 @@ from anomaly import cli
 from anomaly.backbones.weights import search_folders
 from anomaly.cli import COMMANDS, layers
 from anomaly.errors import ModelError
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 def test_train_infer_evaluate(

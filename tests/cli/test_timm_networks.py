@@ -15,7 +15,7 @@ import anomaly
 from anomaly.backbones import networks
 from anomaly.backbones.layers import truncate
 from anomaly.errors import ConfigError, WeightsError
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 def test_the_whole_way(product: Path, tmp_path: Path, says: Says) -> None:

@@ -19,7 +19,7 @@ from anomaly.desk.advice import Run, lines, of_images, of_training, review_rates
 from anomaly.report.report import evaluated
 from anomaly.scoring.model import score
 from anomaly.scoring.prediction import Scored
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 from anomaly.training.runs import training_record
 
 ENOUGH = 44  # good images: both thresholds differ from 39 on

@@ -15,7 +15,7 @@ import anomaly
 from anomaly.explain.evidence import patch_box, peak_of
 from anomaly.imaging.loading import NetworkInput, load
 from anomaly.maps.anomaly_map import MarkedRegion
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 _ALIGN = ("image.align=rigid", "image.area=128", "name=plates")
 

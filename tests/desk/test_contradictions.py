@@ -24,7 +24,7 @@ from anomaly.evaluation.evaluate import score_test_split
 from anomaly.files.writing import write
 from anomaly.imaging.loading import look_of
 from anomaly.imaging.read import read_image
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 SETTINGS = {
     "backbone": {"name": "tiny", "weights": "random"},

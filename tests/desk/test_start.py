@@ -22,7 +22,7 @@ from anomaly.datasets.layouts import open_dataset
 from anomaly.desk.check import pose_advice
 from anomaly.errors import WeightsError
 from anomaly.imaging.read import Decoding
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 Start = Callable[..., str]
 

@@ -22,7 +22,7 @@ from anomaly.desk import tune
 from anomaly.desk.tune import Search
 from anomaly.evaluation.evaluate import score_test_split
 from anomaly.report.report import flattered
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 @pytest.fixture(autouse=True)

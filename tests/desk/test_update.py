@@ -18,7 +18,7 @@ from anomaly.datasets.samples import Sample
 from anomaly.desk.update import learn
 from anomaly.errors import AnomalyError
 from anomaly.files.writing import sha256_of
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 Update = Callable[..., tuple[str, Path]]
 

@@ -20,7 +20,7 @@ from anomaly.evaluation.metrics import Metrics
 from anomaly.imaging.read import read_mask
 from anomaly.report.report import metrics_json, table
 from anomaly.scoring.prediction import Prediction, Scored
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 def test_figures_agree_with_scikit_learn(run_folder: Path, product: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from anomaly.datasets.samples import Sample, samples_in
-from anomaly.evaluation.splits import TrainingImages
+from anomaly.evaluation.evaluate import TrainingImages
 from anomaly.files.writing import sha256_of
 
 NAMES = ("train/good/0.png", "train/good/1.png", "train/good/2.png")

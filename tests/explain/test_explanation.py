@@ -22,7 +22,7 @@ import anomaly
 from anomaly.config.schema import METHODS, Method
 from anomaly.datasets.samples import samples_in
 from anomaly.errors import ConfigError
-from anomaly.evaluation.splits import TrainingImages, training_names
+from anomaly.evaluation.evaluate import TrainingImages
 from anomaly.explain.evidence import (
     GoodImages,
     explained,
@@ -30,6 +30,7 @@ from anomaly.explain.evidence import (
     peak_of,
     score_gradient,
     tile_of,
+    training_names,
     worst_patches,
 )
 from anomaly.export.features import from_model
@@ -39,7 +40,7 @@ from anomaly.imaging.loading import NetworkInput, load
 from anomaly.maps.anomaly_map import marked_regions
 from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.scoring.model import Model
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 CPU = torch.device("cpu")
 VIEW = View((AxisView(70, 70, 0, 70),), (AxisView(90, 90, 0, 90),))  # patches of 10 pixels

@@ -21,7 +21,7 @@ from kit import table
 
 from anomaly.explain.evidence import explained
 from anomaly.explain.page import Explanation, next_steps, verdict_lines
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 CPU = torch.device("cpu")
 NAME = "部品 <b onclick=x>&\"' Прокат é.png"

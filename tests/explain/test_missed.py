@@ -16,7 +16,7 @@ import anomaly
 from anomaly.desk.golden import keep_missed, moved_since
 from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 @pytest.fixture

@@ -37,8 +37,7 @@ from anomaly.export.commands import golden_images
 from anomaly.export.graph import write_graph
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import write_sealed
-from anomaly.storage.load import load_model
-from anomaly.storage.save import save
+from anomaly.storage.models import load_model, save
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from anomaly.backbones.engine import Graph
 from anomaly.errors import DataError, ModelError
 from anomaly.export.commands import VERDICTS, equality, pixel_pairs
 from anomaly.export.graph import write_graph
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 EXAMPLES = REPOSITORY / "examples"
 REGION = "image.region={polygons: [[[0.1, 0.1], [0.8, 0.1], [0.8, 0.9]]]}"

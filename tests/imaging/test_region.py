@@ -17,7 +17,7 @@ from anomaly.errors import DataError
 from anomaly.imaging.geometry import DrawnMask, Polygons, Region, Sizing, counted
 from anomaly.imaging.loading import UnusableImage
 from anomaly.scoring.prediction import Prediction
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 _NUMBER = st.floats(0, 30, allow_nan=False).map(lambda x: round(x, 2) + 0.003)
 _POLYGON = st.lists(st.tuples(_NUMBER, _NUMBER), min_size=3, max_size=7).map(tuple)

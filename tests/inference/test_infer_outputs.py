@@ -18,7 +18,7 @@ from anomaly.imaging.read import read_image
 from anomaly.inference.outputs import Outputs, PictureWriter, Wanted
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from anomaly.line.models import ModelSlot, Version
 from anomaly.line.record import Answer, Record
 from anomaly.line.report import Period, parts_of
 from anomaly.storage.folder import model_id
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 Draw = Callable[[np.random.Generator], np.ndarray]
 OTHER = "0" * 16  # a model's id

@@ -17,7 +17,7 @@ from test_record import PNG, answer
 from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
 from anomaly.line.record import Record, confirmed_parts
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 def part(folder: Path, seed: int, mark: tuple[int, int] | None = None) -> Path:

@@ -18,7 +18,7 @@ from anomaly.imaging.pool import Decoders
 from anomaly.line.models import BusyError, ModelSlot, Version
 from anomaly.line.record import Answer, Record
 from anomaly.scoring.model import Model
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 class Gate(Record):

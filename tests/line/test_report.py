@@ -26,7 +26,7 @@ from anomaly.inference.rows import Row
 from anomaly.line.models import Version
 from anomaly.line.record import Answer, Record
 from anomaly.line.report import Period, report
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 _ROW = Row(
     *("part.png", "", "ok", 1.0, None, 1.0, 2.0, "good", "", "a" * 16, "0", "calibrated", ""),

@@ -12,7 +12,7 @@ from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, Method
 from anomaly.errors import ModelError
 from anomaly.scoring.build import scorer_of
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 def test_a_method_from_elsewhere_goes_through_all_commands(

@@ -20,7 +20,7 @@ from anomaly.scoring.image_statistics import (
     outliers_among,
 )
 from anomaly.scoring.model import Model
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 def _look(

@@ -21,7 +21,7 @@ from anomaly.datasets.layouts import open_dataset
 from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.loading import load as load_image
 from anomaly.scoring.prediction import Prediction
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 
 
 def _bytes(model: Path) -> dict[str, str]:
@@ -147,7 +147,7 @@ def test_files_may_be_written_over_while_the_model_is_in_use(
     code = f"""if True:
         import os
         from pathlib import Path
-        from anomaly.storage.load import load_model
+        from anomaly.storage.models import load_model
         for model in "01":
             detector = load_model(f"{tmp_path}/{{model}}")
             for file in Path(f"{tmp_path}/{{model}}").iterdir():

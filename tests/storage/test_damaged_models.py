@@ -28,7 +28,7 @@ from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.folder import file_entry, model_id
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 from anomaly.storage.thresholds import read_thresholds, replace_thresholds
 
 

@@ -16,7 +16,7 @@ from conftest import RUNS, Command, train_arguments, with_note, write_part, writ
 from anomaly.calibration.thresholds import GoodScores
 from anomaly.imaging.geometry import Sizing
 from anomaly.methods.base import PatchBatch, PatchScores
-from anomaly.storage.load import load_model
+from anomaly.storage.models import load_model
 from anomaly.training.cross_fitting import COUNT, scores_of, standing_out, worst
 
 

@@ -15,7 +15,7 @@ from kit import rgb, tiny
 import anomaly
 from anomaly.datasets.samples import samples_in
 from anomaly.errors import ConfigError
-from anomaly.evaluation.splits import TrainingImages
+from anomaly.evaluation.evaluate import TrainingImages
 from anomaly.explain.evidence import GoodImages
 from anomaly.imaging.loading import NetworkInput, turn_of, turned
 from anomaly.imaging.pool import Decoders
