@@ -43,9 +43,8 @@ log = logging.getLogger(__name__)
 def _serve(options: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     try:
-        from anomaly.line.app import make_app
         from anomaly.line.server import listening, serve
-        from anomaly.line.service import InspectionService
+        from anomaly.line.service import InspectionService, make_app
     except ModuleNotFoundError as error:
         raise AnomalyError(
             f"serve needs {error.name}, which isn't installed: pip install 'anomaly[serve]'"

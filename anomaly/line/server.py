@@ -23,7 +23,7 @@ from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from anomaly.errors import AnomalyError, visible
+from anomaly.errors import AnomalyError
 from anomaly.line.service import InspectionService
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -204,7 +204,7 @@ class Guard:
             raise HTTPException(403, "without a token only this machine may ask, as localhost")
         if _is_of_another_site(scope, headers, host):
             raise HTTPException(403, "requests from pages of other sites are refused")
-        shown = credentials(headers.get(b"authorization", ""))[1]
+        scope["user"], shown = _credentials(headers.get(b"authorization", ""))
         known = not self._token or hmac.compare_digest(shown.encode(), self._token.encode())
         if not known and scope["path"] not in _OPEN:
             ask = {"WWW-Authenticate": 'Basic realm="anomaly", charset="UTF-8"'}
@@ -251,12 +251,7 @@ def _busy(reason: str) -> HTTPException:
     return HTTPException(503, f"{reason}; try again in 1 s", {"Retry-After": "1"})
 
 
-def author(authorization: str, typed: str) -> str:
-    """Author of a judgement: the typed name, else the name given beside the token."""
-    return visible((typed.strip() or credentials(authorization)[0])[:80])
-
-
-def credentials(authorization: str) -> tuple[str, str]:
+def _credentials(authorization: str) -> tuple[str, str]:
     """Name and token in an Authorization header; a bearer's token has no name."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":

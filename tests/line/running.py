@@ -19,11 +19,10 @@ import pytest
 import torch
 from kit import until
 
-from anomaly.line.app import make_app
 from anomaly.line.commands import named
 from anomaly.line.record import Record
 from anomaly.line.server import listening, serve
-from anomaly.line.service import InspectionService
+from anomaly.line.service import InspectionService, make_app
 from anomaly.line.sinks import Sink
 from anomaly.storage.folder import find_models
 

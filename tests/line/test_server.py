@@ -28,7 +28,7 @@ from running import Served, behind_nginx, serving
 
 from anomaly.errors import visible
 from anomaly.imaging.pool import Decoders
-from anomaly.line import app, models, server
+from anomaly.line import models, server, service
 from anomaly.line.commands import named
 from anomaly.line.server import is_loopback
 from anomaly.line.sinks import Webhook
@@ -324,7 +324,7 @@ def test_it_ends_when_all_parts_are_answered(
     shutil.copytree(run_folder, tmp_path / "line" / "disc")
     monkeypatch.setattr(server, "_LAST_SECONDS", 0.5)
     monkeypatch.setattr(server, "_MOST_LAST_SECONDS", 2)
-    monkeypatch.setattr(app, "_ANSWER_SECONDS", 1)
+    monkeypatch.setattr(service, "_ANSWER_SECONDS", 1)
     monkeypatch.setattr(models, "_LAST_SECONDS", 0.1)
     begun: list[Future[Any]] = []
 
