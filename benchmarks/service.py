@@ -123,8 +123,8 @@ def _until_ready(port: int) -> None:
 def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
     """Seconds that a loop of `infer` takes for so many images, once it is warm."""
     from anomaly.imaging.pool import Decoders
-    from anomaly.inference.outputs import Outputs
     from anomaly.inference.pipeline import Inputs, Run, RunJournal
+    from anomaly.inference.results import Outputs
     from anomaly.storage.models import load_model
 
     model = load_model(run)

@@ -23,9 +23,8 @@ from anomaly.errors import DataError, first_of, visible
 from anomaly.files.writing import FOLDERS, HEATMAPS, PAGE, from_json, locked, remove_drafts, write
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import is_folder, list_files
-from anomaly.inference.outputs import Outputs
 from anomaly.inference.pipeline import LINES, Finished, Inputs, Journal, Run, RunJournal, resumable
-from anomaly.inference.rows import Row, Tally, learned_by
+from anomaly.inference.results import Outputs, Row, Tally, learned_by
 from anomaly.inference.watch import WatchJournal, watch
 from anomaly.maps.heatmap import SHOWN, Thumbnails
 from anomaly.report.page import About, gallery_html

@@ -24,7 +24,7 @@ import cv2
 
 from anomaly.errors import AnomalyError, DataError, ModelError, OutputError
 from anomaly.imaging.loading import NetworkInput, UnusableImage
-from anomaly.inference.outputs import about_model
+from anomaly.inference.results import about_model
 from anomaly.runtime import StoppedError, cores, use_threads
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction

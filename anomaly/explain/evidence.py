@@ -26,7 +26,7 @@ from anomaly.imaging.geometry import AxisView, View
 from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, upright
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
-from anomaly.inference.rows import region_rows
+from anomaly.inference.results import region_rows
 from anomaly.maps.anomaly_map import MarkedRegion
 from anomaly.maps.heatmap import RgbImage, display
 from anomaly.scoring.image_score import patches_inside, pieces_of

@@ -13,7 +13,7 @@ import numpy as np
 
 from anomaly.calibration.rates import percent, rate_above
 from anomaly.files.writing import as_json, claim, clear, write
-from anomaly.inference.rows import RegionRow
+from anomaly.inference.results import RegionRow
 from anomaly.maps.heatmap import RgbImage, display, encode_png, jpeg, thumbnail
 from anomaly.report import page as pages
 from anomaly.runtime import __version__

@@ -19,11 +19,13 @@ from anomaly.errors import OutputError, why
 from anomaly.files.writing import DONE, HEATMAPS, JOURNAL, GrowingFile, as_json, from_json, write
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.imaging.pool import Decoders
-from anomaly.inference.outputs import Outputs, Pictures, Wanted
-from anomaly.inference.rows import (
+from anomaly.inference.results import (
+    Outputs,
     Part,
+    Pictures,
     RegionRow,
     Row,
+    Wanted,
     as_csv,
     as_jsonl,
     judge_parts,

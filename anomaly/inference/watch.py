@@ -12,9 +12,8 @@ from anomaly.datasets.inputs import picture_names
 from anomaly.errors import DataError
 from anomaly.files.writing import WATCHED, GrowingFile
 from anomaly.imaging.read import is_image, list_files
-from anomaly.inference.outputs import Outputs
 from anomaly.inference.pipeline import LINES, REGIONS, RESULTS, Finished, Inputs, Journal, Run
-from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines
+from anomaly.inference.results import Outputs, RegionRow, Row, as_jsonl, csv_header, csv_lines
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import MANIFEST, model_id
 

@@ -29,9 +29,8 @@ from anomaly.errors import AnomalyError, ModelError, OutputError, some, visible,
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
-from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
 from anomaly.inference.pipeline import Pipeline
-from anomaly.inference.rows import region_rows, row_of
+from anomaly.inference.results import Pictures, PictureWriter, Wanted, region_rows, row_of
 from anomaly.line.drift import Promise, RecordedDrift
 from anomaly.line.record import Answer, Record
 from anomaly.runtime import get_threads, program_threads

@@ -35,7 +35,7 @@ from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError, OutputError, visible, why
 from anomaly.files.writing import from_json, short_name, write
 from anomaly.imaging.read import suffix_of
-from anomaly.inference.rows import Row
+from anomaly.inference.results import Row
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from anomaly.desk.advice import flagged_line
 from anomaly.errors import ImageError, counted
 from anomaly.imaging.pool import read_one
 from anomaly.imaging.read import Decoding, read_image
-from anomaly.inference.rows import Row
+from anomaly.inference.results import Row
 from anomaly.maps.heatmap import (
     OPACITY,
     SHOWN,

@@ -22,7 +22,7 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Decoding
-from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
+from anomaly.inference.results import Pictures, PictureWriter, Wanted
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 

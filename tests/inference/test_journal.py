@@ -7,9 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anomaly.errors import OutputError
-from anomaly.inference.outputs import Outputs
 from anomaly.inference.pipeline import Finished, RunJournal
-from anomaly.inference.rows import Row, as_jsonl
+from anomaly.inference.results import Outputs, Row, as_jsonl
 
 
 def _finished(index: int) -> Finished:

@@ -18,7 +18,7 @@ import anomaly
 from anomaly.cli import infer
 from anomaly.errors import OutputError
 from anomaly.inference import watch as watching
-from anomaly.inference.outputs import Outputs
+from anomaly.inference.results import Outputs
 from anomaly.storage.folder import model_id
 
 Happening = Callable[[], object]

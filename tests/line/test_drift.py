@@ -17,7 +17,7 @@ from conftest import Command
 
 from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_from
 from anomaly.errors import DataError
-from anomaly.inference.rows import Row, as_jsonl
+from anomaly.inference.results import Row, as_jsonl
 from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of
 from anomaly.line.models import ModelSlot, Version
 from anomaly.line.record import Answer, Record

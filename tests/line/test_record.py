@@ -15,7 +15,7 @@ import pytest
 from kit import unprivileged
 
 from anomaly.errors import DataError, OutputError
-from anomaly.inference.rows import Row
+from anomaly.inference.results import Row
 from anomaly.line.record import Answer, Record, confirmed_parts
 from anomaly.line.report import Period, parts_of
 

@@ -22,7 +22,7 @@ from conftest import Command
 from running import Served
 
 from anomaly.calibration.rates import rate_of
-from anomaly.inference.rows import Row
+from anomaly.inference.results import Row
 from anomaly.line.models import Version
 from anomaly.line.record import Answer, Record
 from anomaly.line.report import Period, report

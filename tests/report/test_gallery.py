@@ -10,7 +10,7 @@ import numpy as np
 from browser import Browser
 from report_cases import HOSTILE, limits
 
-from anomaly.inference.rows import Row
+from anomaly.inference.results import Row
 from anomaly.maps.heatmap import SHOWN, Thumbnails
 from anomaly.report.page import About, gallery_html
 

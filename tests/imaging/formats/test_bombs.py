@@ -18,7 +18,7 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import DEFAULT
-from anomaly.inference.outputs import PictureWriter, Wanted
+from anomaly.inference.results import PictureWriter, Wanted
 from anomaly.maps.anomaly_map import SourceMap
 
 pytestmark = [
