@@ -116,28 +116,26 @@ def serving(
 
 NGINX = """
 daemon off; user {user}; pid {folder}/pid; error_log {folder}/error.log;
-events {}
-http {
+{text}
   access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
   fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
-  {site}
 }
 """
 
 
 @contextmanager
-def behind_nginx(site: str, folder: Path) -> Iterator[int]:
-    """Nginx with the lines of a site, in which {port} is filled in; its port."""
+def behind_nginx(config: str, folder: Path) -> Iterator[int]:
+    """Nginx with a configuration, in which {port} is filled in; its port."""
     program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
     if program is None:
         pytest.skip("nginx isn't installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    config = folder / "nginx.conf"
-    text = NGINX.replace("{folder}", str(folder)).replace("{site}", site)
-    text = text.replace("{user}", getpass.getuser())
-    config.write_text(text.replace("{port}", str(port)))
-    process = subprocess.Popen([program, "-e", folder / "error.log", "-c", config])
+    file = folder / "nginx.conf"
+    inside = config.rstrip().removesuffix("}")  # of http
+    text = NGINX.replace("{folder}", str(folder)).replace("{text}", inside)
+    file.write_text(text.replace("{user}", getpass.getuser()).replace("{port}", str(port)))
+    process = subprocess.Popen([program, "-e", folder / "error.log", "-c", file])
 
     def listens() -> bool:
         with socket.socket() as line:

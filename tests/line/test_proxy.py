@@ -26,8 +26,8 @@ def proxied(served: Served, tmp_path: Path) -> Iterator[str]:
     docs = (REPOSITORY / "docs" / "service.md").read_text("utf-8")
     location = docs[docs.index("location /plant/line/") :].partition("```")[0]
     location = location.replace("127.0.0.1:8000", f"127.0.0.1:{served.port}")
-    site = "server {listen 127.0.0.1:{port};\n" + location + "}"
-    with behind_nginx(site, tmp_path) as port:
+    config = "events {} http { server { listen 127.0.0.1:{port};\n" + location + "} }"
+    with behind_nginx(config, tmp_path) as port:
         yield f"http://127.0.0.1:{port}/plant/line/"
 
 
