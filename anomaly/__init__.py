@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # an `as` marks a public name for type checkers
     from anomaly.errors import ImageError as ImageError
     from anomaly.imaging.arrays import image as image
     from anomaly.runtime import __version__ as __version__
-    from anomaly.scoring.prediction import Prediction as Prediction
+    from anomaly.scoring.model import Prediction as Prediction
 
 # The module below `anomaly` that has each public name.
 _HOME = {
@@ -30,7 +30,7 @@ _HOME = {
     "Config": "config.schema",
     "Detector": "detector",
     "ImageError": "errors",
-    "Prediction": "scoring.prediction",
+    "Prediction": "scoring.model",
     "fit": "detector",
     "image": "imaging.arrays",
     "load": "detector",

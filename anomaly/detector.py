@@ -28,8 +28,7 @@ from anomaly.imaging.read import Decoding
 from anomaly.report.report import Category, evaluated
 from anomaly.runtime import Progress, StageProgress, device_of
 from anomaly.scoring.build import decoding_of
-from anomaly.scoring.model import Model
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.model import Model, Prediction
 from anomaly.storage.models import load_model, save
 
 if TYPE_CHECKING:

@@ -26,8 +26,7 @@ from anomaly.errors import AnomalyError, DataError, ModelError, OutputError
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.inference.results import about_model
 from anomaly.runtime import StoppedError, cores, use_threads
-from anomaly.scoring.model import Model
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.model import Model, Prediction
 from anomaly.storage.models import load_model
 
 log = logging.getLogger(__name__)

@@ -46,8 +46,8 @@ METHODS = {
     ),
     "padim": Method(
         "PaDiM",
-        "anomaly.methods.padim.fitter",
-        "anomaly.methods.padim.gaussian",
+        "anomaly.methods.padim",
+        "anomaly.methods.padim",
         stages=3,
         one_grid=True,
         settings=("dimensions", "regularisation"),

@@ -18,8 +18,7 @@ from anomaly.scoring.image_statistics import LEAST_IMAGES
 
 if TYPE_CHECKING:
     from anomaly.config.schema import Config
-    from anomaly.scoring.model import Model
-    from anomaly.scoring.prediction import Scored
+    from anomaly.scoring.model import Model, Scored
 
 _PRINTED = 3
 _RATES = (0.02, 0.05, 0.1, 0.2)  # of good parts for review

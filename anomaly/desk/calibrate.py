@@ -36,8 +36,7 @@ from anomaly.desk.change import (
 )
 from anomaly.errors import DataError, first_of, some
 from anomaly.runtime import StageProgress
-from anomaly.scoring.model import Model, score
-from anomaly.scoring.prediction import Scored
+from anomaly.scoring.model import Model, Scored, score
 from anomaly.storage.folder import HISTORY
 from anomaly.storage.thresholds import change, earlier_thresholds, recorded
 

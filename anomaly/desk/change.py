@@ -21,8 +21,7 @@ from anomaly.evaluation.evaluate import dataset_of
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding, described
 from anomaly.runtime import StageProgress
-from anomaly.scoring.model import Model, score
-from anomaly.scoring.prediction import Scored
+from anomaly.scoring.model import Model, Scored, score
 from anomaly.storage.thresholds import recorded
 
 log = logging.getLogger(__name__)

@@ -38,8 +38,7 @@ from anomaly.files.tables import text_table
 from anomaly.files.writing import write
 from anomaly.runtime import StageProgress, device_of
 from anomaly.scoring.build import turns_of
-from anomaly.scoring.model import score
-from anomaly.scoring.prediction import Scored
+from anomaly.scoring.model import Scored, score
 from anomaly.training.fit import train
 
 log = logging.getLogger(__name__)

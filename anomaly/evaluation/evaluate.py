@@ -37,8 +37,7 @@ from anomaly.files.writing import sha256_of
 from anomaly.imaging.loading import UnusableImage, picture_of
 from anomaly.imaging.pool import read_one
 from anomaly.runtime import Progress
-from anomaly.scoring.model import Model
-from anomaly.scoring.prediction import Prediction, Scored
+from anomaly.scoring.model import Model, Prediction, Scored
 from anomaly.storage.thresholds import threshold_images
 from anomaly.training.runs import trained_on
 

@@ -29,9 +29,7 @@ from anomaly.imaging.read import Image
 from anomaly.inference.results import region_rows
 from anomaly.maps.anomaly_map import MarkedRegion
 from anomaly.maps.heatmap import RgbImage, display
-from anomaly.scoring.image_score import patches_inside, pieces_of
-from anomaly.scoring.model import Model
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.model import Model, Prediction, patches_inside, pieces_of
 
 # A rectangle in an image's own pixels: top, left, bottom, right; the last two lie outside.
 Box: TypeAlias = tuple[float, float, float, float]

@@ -20,7 +20,7 @@ from anomaly.runtime import __version__
 
 if TYPE_CHECKING:
     from anomaly.calibration.thresholds import Thresholds
-    from anomaly.scoring.prediction import Prediction
+    from anomaly.scoring.model import Prediction
 
 _TITLES = {"good": "Good", "review": "To review", "reject": "Rejected"}
 _PIXELS = 1_000_000  # of a picture on the page

@@ -31,8 +31,7 @@ from anomaly.files.writing import as_json, claim, locked, locked_file, remove_dr
 from anomaly.imaging.loading import size_of
 from anomaly.imaging.read import read_image
 from anomaly.runtime import __version__, program_threads
-from anomaly.scoring.model import Model, score
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.model import Model, Prediction, score
 from anomaly.storage.folder import (
     BACKBONE,
     EXPORT,

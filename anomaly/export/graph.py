@@ -25,7 +25,6 @@ from anomaly.hooks import HookSet, capture
 from anomaly.imaging.geometry import counted, resampling_matrix
 from anomaly.maps.anomaly_map import LEAST_WEIGHT, map_matrix
 from anomaly.methods.base import PatchScores
-from anomaly.scoring.image_score import network_map
 from anomaly.scoring.image_statistics import (
     BLANK,
     FARTHER,
@@ -33,7 +32,7 @@ from anomaly.scoring.image_statistics import (
     QUIET,
     TrainingStatistics,
 )
-from anomaly.scoring.model import Model
+from anomaly.scoring.model import Model, network_map
 
 _RESAMPLE = torch.ops.aten._upsample_bicubic2d_aa.vec
 

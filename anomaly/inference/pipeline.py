@@ -34,8 +34,7 @@ from anomaly.inference.results import (
 )
 from anomaly.maps.heatmap import Thumbnails
 from anomaly.runtime import Progress, StoppedError
-from anomaly.scoring.model import Model
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.model import Model, Prediction
 
 # Scores batches, as `Model.predict_batches` does.
 Predict: TypeAlias = Callable[

@@ -38,8 +38,7 @@ from anomaly.runtime import __version__
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from anomaly.scoring.model import Model
-    from anomaly.scoring.prediction import Prediction
+    from anomaly.scoring.model import Model, Prediction
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from anomaly.inference.results import Pictures, PictureWriter, Wanted, region_ro
 from anomaly.line.drift import Promise, RecordedDrift
 from anomaly.line.record import Answer, Record
 from anomaly.runtime import get_threads, program_threads
-from anomaly.scoring.model import Model
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.model import Model, Prediction
 from anomaly.storage.models import load_model
 from anomaly.storage.thresholds import caught_defects, thresholds_alone_differ
 

@@ -39,8 +39,7 @@ from anomaly.report.page import (
 )
 from anomaly.runtime import Progress, __version__
 from anomaly.scoring.build import flatten
-from anomaly.scoring.model import Model
-from anomaly.scoring.prediction import Prediction, Scored
+from anomaly.scoring.model import Model, Prediction, Scored
 from anomaly.storage.folder import find_model
 from anomaly.storage.thresholds import thresholds_alone_differ
 from anomaly.training.runs import training_record

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from anomaly.backbones.extractor import FeatureExtractor
+    from anomaly.backbones.extractor import FeatureExtractor, Normalisation
 
 
 def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
@@ -206,6 +208,34 @@ def loading_of(
         image.resize, image.crop, image.area, multiple, aspect, image.tile, image.overlap
     )
     return Preprocessing(sizing, decoding_of(image), region, reference)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ImageStages:
+    """The stages from an image file to feature maps.
+
+    Attributes:
+        config: all settings, with the precision in use; `config.data` isn't read.
+        extractor: the truncated backbone on its device.
+        normalise: normalisation of the backbone's input.
+        device: device of the network and the scorer.
+        region: region of each image that counts; None for the whole image.
+        aspect: H/W that images must have; None for any.
+        reference: reference image that parts are aligned with; None without alignment.
+    """
+
+    config: Config
+    extractor: FeatureExtractor
+    normalise: Normalisation
+    device: torch.device
+    region: Region | None = None
+    aspect: float | None = None
+    reference: Reference | None = None
+
+    @cached_property
+    def loading(self) -> Preprocessing:
+        """Preprocessing from files to network inputs."""
+        return loading_of(self.config, self.extractor, self.region, self.aspect, self.reference)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
 from itertools import chain
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration.thresholds import Thresholds
-from anomaly.config.schema import METHODS, Config
+from anomaly.config.schema import METHODS
 from anomaly.datasets.samples import Sample
-from anomaly.errors import DataError, ImageError
-from anomaly.imaging.alignment import Reference
-from anomaly.imaging.arrays import Array, ImageLike, as_numpy, is_one, module_of, sources
-from anomaly.imaging.geometry import Region, View, beyond
+from anomaly.errors import DataError, ImageError, ModelError
+from anomaly.imaging.arrays import Array, ImageLike, as_numpy, is_one, like, module_of, sources
+from anomaly.imaging.geometry import Region, View, beyond, counted
 from anomaly.imaging.loading import (
     NetworkInput,
     Preprocessing,
@@ -29,60 +30,232 @@ from anomaly.imaging.loading import (
     by_shape,
     inspectable,
     to_unusable,
+    turned,
 )
 from anomaly.imaging.pool import Decoders
-from anomaly.maps.anomaly_map import without_halo
+from anomaly.imaging.read import Image, described
+from anomaly.maps.anomaly_map import (
+    MarkedRegion,
+    SourceMap,
+    highest,
+    marked_regions,
+    predicted_mask,
+    upsample_and_smooth,
+    without_halo,
+)
+from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
 from anomaly.methods.base import PatchScores, Scorer
 from anomaly.runtime import Progress, apply_thread_limit, check_fork, in_parallel
-from anomaly.scoring.build import loading_of, smallest_area
-from anomaly.scoring.image_score import (
-    Piece,
-    area_on_map,
-    image_scores,
-    levels_of_areas,
-    network_map,
-    patches_inside,
-    pieces_of,
-)
+from anomaly.scoring.build import ImageStages, smallest_area
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
-from anomaly.scoring.prediction import Prediction, Scored
 
 if TYPE_CHECKING:
-    import torch
-
-    from anomaly.backbones.extractor import Embedder, FeatureExtractor, Normalisation
+    from anomaly.backbones.extractor import Embedder
 
 
+_NOTEBOOK_PIXELS = 600_000  # of a heatmap shown in a notebook
 _LEAST_SCORE = 1e-12  # damping raises scores to a power, which has no gradient at 0
 _TILES_AT_ONCE = 4  # tiles are large; small batches save memory
 
+# Layout of an image, tile (row, column) and turn (0 to 7, see `anomaly.imaging.loading.turned`).
+Piece: TypeAlias = tuple[View, tuple[int, int], int]
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ImageStages:
-    """The stages from an image file to feature maps.
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction:
+    """The result of a detector for one image.
 
     Attributes:
-        config: all settings, with the precision in use; `config.data` isn't read.
-        extractor: the truncated backbone on its device.
-        normalise: normalisation of the backbone's input.
-        device: device of the network and the scorer.
-        region: region of each image that counts; None for the whole image.
-        aspect: H/W that images must have; None for any.
-        reference: reference image that parts are aligned with; None without alignment.
+        index: the image's place in the list of images, from 0.
+        path: the image file; None for pixels from memory.
+        sha256: SHA-256 of the file's bytes, or of the pixels where there is no file.
+        image: the decoded image; None for a file, which `heatmap` reads again.
+        view: geometry from the image to the network's input.
+        patch_scores: (h, w) float32, distances; higher is more anomalous. NaN doesn't count. With
+            tiles, the mosaic of their patches.
+        nearest: (h, w) int64, the nearest bank vector of each patch; None without a bank.
+        score: the image score, in the same unit; with tiles, the highest of the tiles' scores.
+        smoothing: standard deviation of the anomaly map's Gaussian, in network pixels.
+        halo_damping: exponent γ that lowers a patch beside a higher one, see `without_halo`.
+        loading: preprocessing of the image, with the region that counts.
+        statistics: statistics of the whole image.
+        thresholds: the model's thresholds; None without any.
+        reason: reason for review whatever the score: the image isn't like the training images, it
+            is blank, the part's pose is doubtful, or a part of the region lies outside the
+            photograph. Empty without a reason.
     """
 
-    config: Config
-    extractor: FeatureExtractor
-    normalise: Normalisation
-    device: torch.device
-    region: Region | None = None
-    aspect: float | None = None
-    reference: Reference | None = None
+    index: int
+    path: Path | None
+    sha256: str
+    image: Image | None
+    view: View
+    patch_scores: NDArray[np.float32]
+    nearest: NDArray[np.int64] | None
+    score: float
+    smoothing: float
+    halo_damping: float
+    loading: Preprocessing
+    statistics: ImageStatistics
+    thresholds: Thresholds | None = None
+    reason: str = ""
+
+    def __repr__(self) -> str:
+        limit = "" if self.thresholds is None else f" (reject above {self.thresholds.image:.4g})"
+        verdict = f"{self.verdict}, " if self.verdict else ""
+        reason = f"; {self.reason}" if self.reason else ""
+        return f"<Prediction of {self.name}: {verdict}score {self.score:.4g}{limit}{reason}>"
+
+    @property
+    def name(self) -> str:
+        """The image's name in messages: its path, or its position."""
+        return described(self.index, self.path)
+
+    @property
+    def verdict(self) -> str:
+        """`good`, `review` or `reject`; empty without thresholds and without a reason."""
+        return verdict(self.score, self.thresholds, self.reason)
+
+    @property
+    def calibrated_score(self) -> float | None:
+        """How rare the score is among good parts, in powers of ten; None without thresholds."""
+        return None if self.thresholds is None else self.thresholds.calibrated(self.score)
 
     @cached_property
-    def loading(self) -> Preprocessing:
-        """Preprocessing from files to network inputs."""
-        return loading_of(self.config, self.extractor, self.region, self.aspect, self.reference)
+    def source_map(self) -> SourceMap:
+        """The anomaly map as a function of the rows wanted, computed at each call."""
+        region = self.loading.region
+        return SourceMap(self.patch_scores, self.view, self.smoothing, self.halo_damping, region)
+
+    @cached_property
+    def anomaly_map(self) -> NDArray[np.float32]:
+        """(H0, W0) float32 in score units, in the image's own pixels.
+
+        NaN where a crop hid the image from the network, and outside the region that counts.
+        """
+        return self.source_map()
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """Mask (H0, W0): True around each peak above the pixel threshold.
+
+        Raises:
+            ModelError: the model has no thresholds.
+        """
+        if self.thresholds is None:
+            raise ModelError(
+                "the model has no thresholds, so no defects can be marked; find thresholds with "
+                "detector.calibrate(good_images)"
+            )
+        return predicted_mask(self._held_map, self.thresholds.pixel) > 0
+
+    @property
+    def regions(self) -> tuple[MarkedRegion, ...]:
+        """The connected parts of `mask`, in original pixels, the highest peak first.
+
+        Raises:
+            ModelError: the model has no thresholds.
+        """
+        return marked_regions(self.mask.view(np.uint8), self._held_map)
+
+    def heatmap(self) -> RgbImage:
+        """The image under its anomaly map, (H0, W0, 3) uint8 RGB.
+
+        Without thresholds, marking starts at the image's own highest patch score. A file is read
+        again.
+
+        Raises:
+            ImageError: the file can't be read any more, or was changed.
+        """
+        limits = self.thresholds
+        limit = float(np.nanmax(self.patch_scores)) if limits is None else limits.pixel
+        review = None if limits is None else limits.review_pixel
+        rejected, shown = self.verdict == "reject", self.source_map.held()
+        return heatmap(self._decoded(), shown, limit, review, rejected=rejected)
+
+    def _repr_png_(self) -> bytes | None:
+        """The heatmap as PNG for notebooks, reduced if large; None if the file has gone."""
+        try:
+            picture = self.heatmap()
+        except ImageError:  # the notebook then shows the text of `__repr__`
+            return None
+        height, width = picture.shape[:2]
+        scale = (_NOTEBOOK_PIXELS / (height * width)) ** 0.5
+        if scale < 1:
+            size = max(1, round(width * scale)), max(1, round(height * scale))
+            picture = np.asarray(cv2.resize(picture, size, interpolation=cv2.INTER_AREA), np.uint8)
+        return encode_png(picture)
+
+    @property
+    def _held_map(self) -> SourceMap:
+        # `anomaly_map` is cached, so the mask, its regions and a user's look share one map.
+        return replace(self.source_map, values=self.anomaly_map)
+
+    def _decoded(self) -> Image:
+        if self.image is not None:
+            return self.image
+        assert self.path is not None
+        item = Decoders(self.loading, keep_image=True).load(self.path, self.index)
+        if isinstance(item, UnusableImage):
+            raise ImageError(item.reason, item.status)
+        assert isinstance(item, NetworkInput)
+        # The map would lie over another picture.
+        if item.sha256 != self.sha256:
+            raise ImageError(f"{self.path} was changed since it was scored; predict it again")
+        return item.decoded
+
+
+def verdict(score: float, thresholds: Thresholds | None, reason: str) -> str:
+    """`good`, `review` or `reject`; empty without thresholds and without a reason for review.
+
+    A reason makes a verdict stricter, never milder: what would be good is for review, and what the
+    score rejects stays rejected.
+    """
+    by_score = "" if thresholds is None else thresholds.verdict(score)
+    return "review" if reason and by_score != "reject" else by_score
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One image with its score.
+
+    Attributes:
+        sample: the image.
+        score: the image score; None if the image couldn't be scored.
+        reason: reason why there is no score, or for review whatever the score; else empty.
+        sha256: SHA-256 of the file's bytes; empty without a score.
+        status: `ok`, or the status of an `UnusableImage`.
+        peak: the highest value of the anomaly map; NaN if it wasn't computed.
+        width: the defect's greatest width in original pixels; None without a mask.
+    """
+
+    sample: Sample
+    score: float | None
+    reason: str = ""
+    sha256: str = ""
+    status: str = "ok"
+    peak: float = math.nan
+    width: float | None = None
+
+    @classmethod
+    def of(
+        cls, sample: Sample, result: Prediction | UnusableImage, *, peak: bool = False
+    ) -> Scored:
+        """The score of a sample.
+
+        Args:
+            sample: the image.
+            result: its prediction, or the reason why it is unusable.
+            peak: compute the anomaly map's highest value, too.
+        """
+        if isinstance(result, UnusableImage):
+            return cls(sample, None, result.reason, status=result.status)
+        height = highest(result.source_map) if peak else math.nan
+        return cls(sample, result.score, result.reason, result.sha256, peak=height)
+
+    def verdict(self, thresholds: Thresholds | None) -> str:
+        """`good`, `review` or `reject`, the same as from `infer`; empty without a score."""
+        return "" if self.score is None else verdict(self.score, thresholds, self.reason)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -455,3 +628,175 @@ def _mosaic(tiles: Sequence[NDArray[Any]], columns: int) -> NDArray[Any]:
     """The grid of a whole image from its tiles' grids (h, w), given row by row."""
     rows = range(0, len(tiles), columns)
     return np.block([list(tiles[first : first + columns]) for first in rows])
+
+
+def network_map(
+    scores: Array, size: tuple[int, int], smoothing: float, inside: Array | None = None
+) -> Array:
+    """Anomaly maps at the size of the network's input.
+
+    Args:
+        scores: patch scores (B, h, w).
+        size: (H, W).
+        smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
+        inside: (B, h, w) bool, the patches that count; None for all.
+
+    Returns:
+        (B, H, W) float32, in score units, on the device of `scores`; NaN on patches that don't
+        count.
+    """
+    height, width = scores.shape[1:]
+    rows = like(upsample_and_smooth(height, size[0], smoothing), scores)
+    columns = like(upsample_and_smooth(width, size[1], smoothing), scores).T
+    if inside is None:
+        return rows @ scores @ columns
+    where = module_of(scores).where
+    weights = rows @ (inside * like(np.ones(1, np.float32), scores)) @ columns
+    # Pixels that the blur reaches from no patch that counts have weight 0; 0 / 0 has no gradient.
+    maps = rows @ where(inside, scores, 0.0) @ columns / where(weights > 0, weights, 1.0)
+    shown = inside[:, _nearest(height, size[0])][:, :, _nearest(width, size[1])]
+    return where(shown, maps, math.nan)
+
+
+def _nearest(patches: int, size: int) -> list[int]:
+    """The patch index of each pixel along an axis."""
+    return [(2 * i + 1) * patches // (2 * size) for i in range(size)]
+
+
+def image_scores(scores: Array, maps: Array, how: str, top: int | None = None) -> Array:
+    """Image scores (B,) from patch scores and maps.
+
+    Args:
+        scores: patch scores (B, h, w); NaN doesn't count.
+        maps: network maps (B, H, W); NaN doesn't count.
+        how: `max` of the patch scores before any blur, `top_percent` for the mean of the highest
+            1 % of them (at least one); `map_max` and `map_top_percent` of the blurred map's values;
+            `map_top_relative` for the latter over the median of the patch scores.
+        top: number of values in the highest 1 %; None to count the values first.
+
+    Returns:
+        (B,) float32.
+    """
+    if how == "map_top_relative":
+        best = image_scores(scores, maps, "map_top_percent", top)
+        return best / _medians(scores).clip(float(np.finfo(np.float32).tiny))
+    xp, values = module_of(scores), maps if how.startswith("map_") else scores
+    flat = values.reshape(values.shape[0], -1)
+    flat = xp.where(xp.isnan(flat), -math.inf, flat)
+    if how.endswith("top_percent"):
+        if top is not None:
+            return _highest(flat, top).mean(1)
+        counts = [max(1, round(n / 100)) for n in (flat > -math.inf).sum(1).tolist()]
+        if len(set(counts)) == 1:  # the usual case, and one step for a GPU
+            return _highest(flat, counts[0]).mean(1)
+        best = [_highest(row, count) for row, count in zip(flat, counts, strict=True)]
+        return xp.stack([b.mean() for b in best])
+    return xp.amax(flat, 1)
+
+
+def levels_of_areas(maps: Array, areas: Sequence[int]) -> Array:
+    """The highest level (B,) at which a region of an area stands in each map.
+
+    Args:
+        maps: (B, H, W); NaN doesn't count.
+        areas: the area for each map, in its pixels.
+    """
+    # numpy finds the pixel; reading the map there keeps a tensor's gradient.
+    values = as_numpy(maps.detach() if hasattr(maps, "detach") else maps)
+    places = [place_of_level(*pair) for pair in zip(values, areas, strict=True)]
+    levels = maps.reshape(len(maps), -1)[list(range(len(places))), places]
+    xp = module_of(maps)
+    return xp.where(xp.isnan(levels), -math.inf, levels)
+
+
+def place_of_level(values: NDArray[np.float32], area: int) -> int:
+    """The flat index of a pixel at the highest level at which a region of an area stands.
+
+    The pixels at or above a level form 8-connected regions. The larger the area, the lower the
+    highest level with such a region; for an area of 1 it is the map's highest value. It is the
+    maximum of the map's area opening: smaller peaks don't count, however high.
+
+    Args:
+        values: (H, W); NaN and -inf don't count.
+        area: least area in pixels; at most that of the largest region that counts is required.
+
+    Returns:
+        0 where no pixel counts.
+    """
+    counted = np.where(np.isnan(values), np.float32(-np.inf), values)
+    levels = np.sort(counted[counted > -np.inf])[::-1]
+    if not len(levels):
+        return 0
+    area = min(area, _largest(counted > -np.inf))
+    # `area` pixels lie at or above levels[area - 1] at the highest. A lower level's largest region
+    # is no smaller, so the levels can be halved.
+    place = bisect_left(levels, area, area - 1, key=lambda level: _largest(counted >= level))
+    return int(np.flatnonzero(counted == levels[place])[0])
+
+
+def _largest(mask: NDArray[np.bool_]) -> int:
+    """Pixels of the largest 8-connected region of a mask."""
+    _, labels = cv2.connectedComponents(mask.view(np.uint8), connectivity=8)
+    return int(np.bincount(np.asarray(labels).ravel())[1:].max(initial=0))
+
+
+def area_on_map(area: float, layout: View) -> int:
+    """An area of the photograph, converted to pixels of the network's map; at least 1."""
+    for pieces in layout.axes:
+        area *= pieces[0].resized / pieces[0].source
+    return max(1, round(area))
+
+
+def _medians(scores: Array) -> Array:
+    """Medians (B,) of patch scores (B, h, w), the lower middle value; NaN doesn't count.
+
+    It is 1 where no patch counts, so that it can be divided by.
+    """
+    xp, flat = module_of(scores), scores.reshape(scores.shape[0], -1)
+    counts = (~xp.isnan(flat)).sum(1)
+    flat = xp.where(xp.isnan(flat), math.inf, flat)
+    ordered = flat.sort(1).values if xp is not np else np.sort(flat, 1)
+    middle = (counts - 1).clip(0) // 2
+    rows, columns = xp.arange(flat.shape[0]), middle
+    return xp.where(counts > 0, ordered[rows, columns], 1.0)
+
+
+def _highest(values: Array, count: int) -> Array:
+    """The highest `count` values along the last axis, in any order."""
+    if isinstance(values, np.ndarray):
+        rest = values.shape[-1] - count
+        return np.partition(values, rest, axis=-1)[..., rest:]
+    return values.topk(count).values
+
+
+def pieces_of(batch: Sequence[NetworkInput]) -> list[Piece]:
+    """Layout, tile and turn of each network input."""
+    return [(item.layout, item.tile, item.turn) for item in batch]
+
+
+def patches_inside(
+    pieces: Sequence[Piece], embeddings: Array, region: Region | None
+) -> Array | None:
+    """The patches that count: those inside the region, and inside the photograph of a moved part.
+
+    Args:
+        pieces: layout, tile and turn of each image.
+        embeddings: (B, h, w, D), a tensor or an array; so is the result.
+        region: region of each image that counts; None for the whole image.
+
+    Returns:
+        (B, h, w) bool; None if all patches count.
+
+    Raises:
+        DataError: none of an image's patches counts.
+    """
+    if region is None and all(layout.pose is None for layout, _, _ in pieces):
+        return None
+    masks = []
+    for layout, (row, column), turn in pieces:
+        # The grid before turning: an odd turn has exchanged its height and width.
+        height, width = embeddings.shape[1:3] if turn % 2 == 0 else embeddings.shape[2:0:-1]
+        top, left = row * height, column * width
+        whole = counted(region, layout, (height, width))
+        masks.append(turned(whole[top : top + height, left : left + width], turn))
+    return like(np.stack(masks), embeddings)

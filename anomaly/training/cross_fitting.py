@@ -20,8 +20,7 @@ from anomaly.imaging.loading import turn_of
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import Fitter, Fold, PatchBatch
 from anomaly.runtime import Progress
-from anomaly.scoring.image_score import Piece, image_scores, network_map
-from anomaly.scoring.model import Model
+from anomaly.scoring.model import Model, Piece, image_scores, network_map
 from anomaly.training.features import CachedFeatures, HeldOutScores, Scoring
 
 log = logging.getLogger(__name__)

@@ -35,10 +35,9 @@ from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
 from anomaly.methods.base import Align, Fitter, PatchBatch, PatchSet, Result, Scorer
 from anomaly.runtime import Progress, in_parallel, release_memory
-from anomaly.scoring.build import turns_of
-from anomaly.scoring.image_score import patches_inside
+from anomaly.scoring.build import ImageStages, turns_of
 from anomaly.scoring.image_statistics import ImageStatistics, statistics_of
-from anomaly.scoring.model import ImageStages, Model
+from anomaly.scoring.model import Model, patches_inside
 
 # Images after which freed memory, which the allocator still holds, goes back to the system.
 _TRIMMED = 128

@@ -17,8 +17,7 @@ from anomaly.datasets.layouts import open_dataset
 from anomaly.datasets.samples import Sample
 from anomaly.desk.advice import Run, lines, of_images, of_training, review_rates
 from anomaly.report.report import evaluated
-from anomaly.scoring.model import score
-from anomaly.scoring.prediction import Scored
+from anomaly.scoring.model import Scored, score
 from anomaly.storage.models import load_model
 from anomaly.training.runs import training_record
 

@@ -19,7 +19,7 @@ from anomaly.evaluation.evaluate import Evaluation, score_test_split, width_of
 from anomaly.evaluation.metrics import Metrics
 from anomaly.imaging.read import read_mask
 from anomaly.report.report import metrics_json, table
-from anomaly.scoring.prediction import Prediction, Scored
+from anomaly.scoring.model import Prediction, Scored
 from anomaly.storage.models import load_model
 
 

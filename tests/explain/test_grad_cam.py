@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anomaly.errors import AnomalyError
 from anomaly.explain.saliency import feature_map_pictures, grad_cam, image_gradient, saliency_map
 from anomaly.hooks import live_hooks
-from anomaly.scoring.image_score import image_scores, network_map
+from anomaly.scoring.model import image_scores, network_map
 
 
 def build(seed: int, inplace: bool = False) -> tuple[nn.Sequential, nn.Sequential, nn.Sequential]:

@@ -22,7 +22,7 @@ from anomaly.config.schema import METHODS, Method
 from anomaly.errors import ModelError
 from anomaly.methods.patchcore.search import NearestNeighbors
 from anomaly.scoring.build import array_scorer_of, scorer_of
-from anomaly.scoring.image_score import image_scores, network_map
+from anomaly.scoring.model import image_scores, network_map
 from anomaly.storage.models import load_model
 
 CPU = torch.device("cpu")

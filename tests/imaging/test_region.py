@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import DrawnMask, Polygons, Region, Sizing, counted
 from anomaly.imaging.loading import UnusableImage
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.model import Prediction
 from anomaly.storage.models import load_model
 
 _NUMBER = st.floats(0, 30, allow_nan=False).map(lambda x: round(x, 2) + 0.003)

@@ -16,8 +16,7 @@ from scipy import ndimage
 from anomaly.errors import OutputError
 from anomaly.imaging.read import read_image
 from anomaly.inference.results import Outputs, PictureWriter, Wanted
-from anomaly.scoring.model import Model
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.model import Model, Prediction
 from anomaly.storage.models import load_model
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from anomaly.imaging.alignment import Motion, Pose
 from anomaly.imaging.geometry import AxisView, Polygons, Region, Sizing, View
 from anomaly.maps.anomaly_map import SourceMap, source_map, without_halo
-from anomaly.scoring.image_score import image_scores, network_map
+from anomaly.scoring.model import image_scores, network_map
 
 
 def test_network_map_is_bilinear_and_scipys_gaussian() -> None:

@@ -9,9 +9,9 @@ from patch_lists import PatchList
 
 from anomaly.errors import ModelError
 from anomaly.methods.base import PatchBatch
-from anomaly.methods.padim.fitter import GaussianFitter
+from anomaly.methods.padim import GaussianFitter
+from anomaly.methods.patchcore.coreset import distances_to_nearest
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
-from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
 
 GRID = (4, 5)
 DIM = 12

@@ -5,7 +5,7 @@ import torch
 
 from anomaly.errors import ModelError
 from anomaly.methods.base import PatchBatch, Scorer
-from anomaly.methods.padim.fitter import GaussianFitter
+from anomaly.methods.padim import GaussianFitter
 from anomaly.methods.patchcore.bank import MemoryBank
 
 

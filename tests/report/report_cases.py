@@ -21,7 +21,7 @@ from anomaly.maps.heatmap import pixels_for
 from anomaly.report import report
 from anomaly.report.page import About
 from anomaly.report.report import Category
-from anomaly.scoring.prediction import Scored
+from anomaly.scoring.model import Scored
 
 LIMIT = 10.0
 HOSTILE = (

@@ -16,7 +16,7 @@ from anomaly.datasets.samples import Sample
 from anomaly.desk.advice import Weakness
 from anomaly.evaluation.metrics import confusion
 from anomaly.report.report import Category, report_html
-from anomaly.scoring.prediction import Scored
+from anomaly.scoring.model import Scored
 
 
 def opened(browser: Browser, folder: Path, category: Category) -> Path:

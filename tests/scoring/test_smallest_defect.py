@@ -17,7 +17,7 @@ from anomaly.config.load import parse_config
 from anomaly.errors import ConfigError, ModelError
 from anomaly.export.graph import check_pixels
 from anomaly.imaging.geometry import Polygons, Region, Sizing
-from anomaly.scoring.image_score import levels_of_areas, network_map, place_of_level
+from anomaly.scoring.model import levels_of_areas, network_map, place_of_level
 from anomaly.training.fit import check_smallest_defect
 
 _EIGHT = np.ones((3, 3))

@@ -17,8 +17,7 @@ from kit import bgr, tiny
 import anomaly
 from anomaly.imaging.geometry import Sizing, View
 from anomaly.maps.anomaly_map import source_map
-from anomaly.scoring.model import Model
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.model import Model, Prediction
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(64, 1500), st.integers(0, 100))

@@ -17,8 +17,7 @@ from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand
 from anomaly.datasets.samples import Sample
 from anomaly.desk.change import price
 from anomaly.scoring.build import region_of
-from anomaly.scoring.model import Model
-from anomaly.scoring.prediction import Scored, verdict
+from anomaly.scoring.model import Model, Scored, verdict
 
 LIMITS = thresholds_by_hand(GoodScores(("a", "b"), (1.0, 2.0), (1.0, 2.0), ""), 3.0, 5.0)
 # The upper half of the plates, and the room above it that they need, in shares of the frame.

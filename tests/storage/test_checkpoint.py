@@ -20,7 +20,7 @@ from anomaly.backbones.networks import read_weights
 from anomaly.datasets.layouts import open_dataset
 from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.loading import load as load_image
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.model import Prediction
 from anomaly.storage.models import load_model
 
 

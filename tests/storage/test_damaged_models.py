@@ -25,8 +25,7 @@ from anomaly.files.writing import as_json
 from anomaly.imaging.loading import UnusableImage
 from anomaly.scoring.build import scorer_of
 from anomaly.scoring.image_statistics import TrainingStatistics
-from anomaly.scoring.model import Model
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.model import Model, Prediction
 from anomaly.storage.folder import file_entry, model_id
 from anomaly.storage.models import load_model
 from anomaly.storage.thresholds import read_thresholds, replace_thresholds

@@ -15,10 +15,9 @@ from anomaly.calibration.thresholds import GoodScores
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing
 from anomaly.methods.base import PatchBatch
-from anomaly.methods.padim.fitter import GaussianFitter
+from anomaly.methods.padim import GaussianFitter
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
-from anomaly.scoring.image_score import network_map
-from anomaly.scoring.model import Model
+from anomaly.scoring.model import Model, network_map
 from anomaly.training.cross_fitting import cross_fit, scores_of, split
 
 CPU = torch.device("cpu")

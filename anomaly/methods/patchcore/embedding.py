@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anomaly.methods.patchcore import ADAPTIVE_DIMENSIONS
-
+_ADAPTIVE_DIMENSIONS = 1024  # of embeddings, with `model.embedding: adaptive`
 # Of a map, against 9/16 of its mean over 3×3: the centre then has half of all weight.
 _CENTRE = 7 / 16
 
@@ -62,7 +61,7 @@ def patchcore_adaptive(maps: Sequence[Tensor]) -> Tensor:
     Returns:
         (B, h, w, 1024) float32 on the finest grid.
     """
-    count, dimensions = len(maps), ADAPTIVE_DIMENSIONS
+    count, dimensions = len(maps), _ADAPTIVE_DIMENSIONS
     # Bins of the second averaging stay inside one layer when the layers divide 1024.
     inner = count if dimensions % count == 0 else 1
     pooled = []

@@ -5,8 +5,7 @@ from scipy.spatial.distance import mahalanobis
 
 from anomaly.errors import ConfigError, DataError
 from anomaly.methods.base import PatchBatch
-from anomaly.methods.padim.fitter import GaussianFitter
-from anomaly.methods.padim.gaussian import scorer
+from anomaly.methods.padim import GaussianFitter, scorer
 
 GRID = (3, 4)
 CHANNELS = 24

@@ -7,7 +7,7 @@ from patch_lists import PatchList
 
 from anomaly.errors import DataError
 from anomaly.methods.base import PatchBatch
-from anomaly.methods.padim.fitter import GaussianFitter
+from anomaly.methods.padim import GaussianFitter
 
 
 def left_out(embeddings: torch.Tensor, regularisation: float = 0.01) -> np.ndarray:

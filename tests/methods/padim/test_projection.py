@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anomaly.methods.padim.fitter import GaussianFitter
-from anomaly.methods.padim.gaussian import projected
+from anomaly.methods.padim import GaussianFitter, projected
 
 
 def drawn(channels, dimensions, seed=0):

@@ -6,8 +6,7 @@ from patch_lists import PatchList
 
 from anomaly.methods.base import PatchBatch
 from anomaly.methods.patchcore.bank import MemoryBank
-from anomaly.methods.patchcore.fitter import MemoryBankFitter
-from anomaly.methods.patchcore.held_out import banks_without
+from anomaly.methods.patchcore.fitter import MemoryBankFitter, banks_without
 
 FOLDS = [(0, 1), (2, 3, 4), (5,)]
 

@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from anomaly.methods.patchcore.coreset import greedy_k_center
-from anomaly.methods.patchcore.nearest_centres import distances_to_nearest, squared_to_two_owners
+from anomaly.methods.patchcore.coreset import (
+    distances_to_nearest,
+    greedy_k_center,
+    squared_to_two_owners,
+)
 
 
 def _clusters(count: int, d: int, seed: int) -> Tensor:

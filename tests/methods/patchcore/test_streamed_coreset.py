@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from anomaly.methods.patchcore.coreset import Selection, select_streamed
-from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
+from anomaly.methods.patchcore.coreset import Selection, distances_to_nearest, select_streamed
 
 DIM = 12
 
