@@ -10,6 +10,7 @@ Torch is imported only to ask for its devices: exported models are computed with
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import resource
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     import torch
 
 __version__ = "0.1.0"
+
+log = logging.getLogger(__name__)
 
 # Called with (done, total), numbers of pieces of work.
 Progress: TypeAlias = Callable[[int, int], None]
@@ -411,6 +414,7 @@ def device_of(device: str | torch.device) -> torch.device:
         raise AnomalyError(f"device {name!r}: give 'auto', 'cpu' or 'cuda'")
     if place.type == "cuda" and not has_gpu:
         raise AnomalyError(f"device {device}: torch finds no usable GPU here; use cpu or auto")
+    log.debug("on %s (asked for: %s), %d threads", place, device, program_threads())
     return place
 
 

@@ -22,7 +22,7 @@ from anomaly.cli.terminal import (
     plain_output,
 )
 from anomaly.errors import DISK, AnomalyError, WriteError, nearest, needs_training
-from anomaly.runtime import __version__
+from anomaly.runtime import __version__, cores, use_threads
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     _set_environment()
+    use_threads(cores())  # torch and faiss follow when they are imported
     # Importing torch makes so many objects that looking for garbage among them takes a sixth of it.
     gc.set_threshold(_GARBAGE)
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
@@ -69,6 +70,7 @@ def _set_environment() -> None:
     # Numpy's products run side by side on the program's own threads (`anomaly.runtime`);
     # those of its library beside them would only wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OPENCV_FOR_THREADS_NUM", "1")  # files are decoded in parallel already
     # Torch's large tensors lie in pages of 2 MiB: fresh memory comes 512 times less often.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # GNU's OpenMP waits for the next operation by spinning, 300,000 turns by default: milliseconds
@@ -214,9 +216,8 @@ def _add_options(command: str, parser: argparse.ArgumentParser) -> None:
 
 def _run_of(command: str) -> Callable[[argparse.Namespace], int]:
     """The function that does the work of a command."""
-    home = COMMANDS[command].home
-    run = annex(home).COMMANDS[command] if home else annex(f"cli.{command}").run
-    return cast(Callable[[argparse.Namespace], int], run)
+    home = annex(COMMANDS[command].home or f"cli.{command}")
+    return cast(Callable[[argparse.Namespace], int], getattr(home, f"run_{command}"))
 
 
 def annex(name: str) -> Any:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import annex
 from anomaly.cli.commands import number
-from anomaly.cli.common import agreed, ask, chosen_device
-from anomaly.cli.terminal import ProgressLine
+from anomaly.cli.terminal import ProgressLine, agreed, ask
 from anomaly.config.load import FOLDERS, find_config, load_config
 from anomaly.datasets.inputs import check_inputs, find_inputs, open_test_images
 from anomaly.datasets.layouts import open_dataset
@@ -21,6 +20,7 @@ from anomaly.datasets.samples import Sample
 from anomaly.desk.calibrate import Asked, recalibrate
 from anomaly.errors import AnomalyError, DataError, OutputError
 from anomaly.files.writing import RUN, claim, locked
+from anomaly.runtime import device_of
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import HISTORY, check_run_folder, find_model
 from anomaly.storage.models import load_model
@@ -38,7 +38,7 @@ _SHARE = (
 _JUDGED = "judged"  # the record's judged pictures, as a data set
 
 
-def _calibrate(options: argparse.Namespace) -> int:
+def run_calibrate(options: argparse.Namespace) -> int:
     """Choose thresholds and write them into the model folder.
 
     Returns:
@@ -63,8 +63,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _recalibrate(options: argparse.Namespace, asked: Asked, images: dict[str, list[Sample]]) -> int:
-    device = chosen_device(options)
-    model = load_model(options.model, device)
+    model = load_model(options.model)
     with ProgressLine() as progress:
         made = recalibrate(model, asked, **images, progress=progress)
     print("\n".join(made.lines()))
@@ -105,7 +104,7 @@ def _images_of(options: argparse.Namespace, name: str, *, unsorted: bool = False
     return [Sample(path, str(path)) for path in images]
 
 
-def _update(options: argparse.Namespace) -> int:
+def run_update(options: argparse.Namespace) -> int:
     """Learn, compare verdicts, and write the new run.
 
     Returns:
@@ -137,8 +136,7 @@ def _learn(
 ) -> int:
     from anomaly.desk.update import keep, update
 
-    device = chosen_device(options)
-    model = load_model(folder, device)
+    model = load_model(folder)
     past: list[Sample] = []
     if options.feedback is not None:
         confirmed = _confirmed(options.feedback, model, scratch)
@@ -181,13 +179,13 @@ def _confirmed(record: Path, model: Model, scratch: Path) -> Confirmed:
     return confirmed
 
 
-def _tune(options: argparse.Namespace) -> int:
+def run_tune(options: argparse.Namespace) -> int:
     """Try settings, print the results, and write the chosen ones."""
     config = load_config(options.config, options.overrides)
     output = _tuned(options)
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
     defects = open_test_images((), options.defects) if options.defects else None
-    device = chosen_device(options)
+    device = device_of(options.device)
     from anomaly.desk.tune import tune
 
     with ProgressLine() as progress:
@@ -229,6 +227,3 @@ def _tuned(options: argparse.Namespace) -> Path:
     if file.exists() and not options.overwrite:
         raise OutputError(f"{file} exists already; give another --output or add --overwrite")
     return file
-
-
-COMMANDS = {"calibrate": _calibrate, "update": _update, "tune": _tune}

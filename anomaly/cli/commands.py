@@ -25,8 +25,8 @@ class Command:
         help: the command's line in the overview.
         examples: two command lines; only their files and folders are made up.
         options: the command's own options, without those that every command takes.
-        home: the module below `anomaly` whose `COMMANDS` has the command's function; empty where
-            that function is `run` in the command's own module of `anomaly.cli`.
+        home: module below `anomaly` with the command's function, which is named `run_` and the
+            command; empty for the module of `anomaly.cli` that has the command's name.
     """
 
     help: str
@@ -150,7 +150,6 @@ COMMANDS = {
         _flag("--no-open", "leave the page closed"),
         _SET,
         _DEVICE,
-        home="cli.start",
     ),
     "demo": _command(
         "try all of it on a generated product",
@@ -324,7 +323,7 @@ COMMANDS = {
             type=str,
         ),
         _output("a folder for report.html and tables as CSV files", "an earlier report"),
-        home="line.commands",
+        home="line.report",
     ),
     "layers": _command(
         "list a network's layers: shapes, strides, parameters, compute",
@@ -332,6 +331,7 @@ COMMANDS = {
         "layers --model runs/part",
         _one_of(_NETWORK, _ANY_MODEL),
         _value("--input-size", "side of the image (default: 224)", "N", type=int, default=224),
+        home="cli.explain",
     ),
     "features": _command(
         "save a network's features of images, for classifiers of your own",

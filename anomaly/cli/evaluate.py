@@ -9,9 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from anomaly.cli.common import chosen_device
 from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets.inputs import find_inputs, open_test_images
 from anomaly.desk import golden
@@ -31,13 +29,10 @@ from anomaly.report.report import (
 from anomaly.storage.folder import find_runs
 from anomaly.storage.models import load_model
 
-if TYPE_CHECKING:
-    import torch
-
 log = logging.getLogger(__name__)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_evaluate(options: argparse.Namespace) -> int:
     """Evaluate every model named, or check the golden parts of one."""
     if options.golden is not None:
         return _check_golden(options)
@@ -64,8 +59,7 @@ def _check_golden(options: argparse.Namespace) -> int:
     find_inputs([folder], option="--golden")
     if not options.overwrite:
         golden.read_record(folder)  # refused before torch is imported
-    device = chosen_device(options)
-    model = load_model(options.model[0], device)
+    model = load_model(options.model[0], options.device)
     with ProgressLine() as progress:
         scoring = partial(progress, "scoring")
         if options.overwrite:
@@ -91,10 +85,9 @@ def _run(options: argparse.Namespace) -> int:
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
     categories: list[Category] = []
     failed = 0
-    device = chosen_device(options)
     for source in _sources(options):
         try:
-            category = _evaluate(source, options, device)
+            category = _evaluate(source, options)
             if category.name in {c.name for c in categories}:  # two models of one name
                 name = f"{category.name} ({category.about.folder})"
                 category = replace(category, evaluation=replace(category.evaluation, name=name))
@@ -122,13 +115,13 @@ def _sources(options: argparse.Namespace) -> list[Path]:
     return sources
 
 
-def _evaluate(folder: Path, options: argparse.Namespace, device: torch.device) -> Category:
+def _evaluate(folder: Path, options: argparse.Namespace) -> Category:
     """Evaluate the model of a run or model folder.
 
     Raises:
         AnomalyError: the model or its test images can't be used.
     """
-    model = load_model(folder, device)
+    model = load_model(folder, options.device)
     samples, data_folder = images_to_test(model, folder, options.good, options.defects)
     with ProgressLine() as progress:
         return evaluated(

@@ -1,23 +1,34 @@
-"""`anomaly explain`: why an image was flagged or passed, as a page."""
+"""`anomaly explain` and `anomaly layers`: the evidence for a verdict, and a network's layers."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from anomaly.cli.common import chosen_device
+from anomaly.config.schema import METHODS
 from anomaly.desk.golden import keep_missed
-from anomaly.errors import AnomalyError, DataError
+from anomaly.errors import AnomalyError, ConfigError, DataError
 from anomaly.explain.page import PAGE, claim_folder, next_steps
+from anomaly.files.tables import text_table
 from anomaly.files.writing import locked, short_name
-from anomaly.storage.folder import find_model
-from anomaly.storage.models import load_model
+from anomaly.storage.folder import find_model, read_manifest
+from anomaly.storage.models import config_in, load_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from anomaly.backbones.layers import Layer
 
 log = logging.getLogger(__name__)
 
+_COLUMNS = ("layer", "type", "output", "stride", "parameters", "compute", "runs", "hooked")
 
-def run(options: argparse.Namespace) -> int:
+
+def run_explain(options: argparse.Namespace) -> int:
     """Write the page about one image, and its pictures."""
     if not options.image.is_file():
         raise AnomalyError(f"{options.image} isn't a file; explain takes one image")
@@ -31,9 +42,9 @@ def run(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     from anomaly.explain.evidence import explained  # needs torch
 
-    device, output = chosen_device(options), options.output
+    output: Path = options.output
     claim_folder(output, overwrite=options.overwrite)
-    why = explained(load_model(options.model, device), options.image, *options.good)
+    why = explained(load_model(options.model), options.image, *options.good)
     why.save(output, overwrite=options.overwrite)
     facts = why.facts()
     if facts["verdict"]:
@@ -59,3 +70,68 @@ def _keep(model: Path, image: Path, verdict: str) -> None:
             f"the verdict is {verdict or 'unknown without thresholds'}"
         )
     print(f"kept as {keep_missed(find_model(model), image.name, image.read_bytes())}")
+
+
+def run_layers(options: argparse.Namespace) -> int:
+    """Print the tree of a network's layers as a table."""
+    from anomaly.backbones.layers import layer_table
+    from anomaly.backbones.networks import build
+
+    if options.input_size < 1:
+        raise AnomalyError(f"--input-size is {options.input_size}; it must be 1 or more")
+    if options.model is None:
+        name = options.backbone
+        network = build(name)
+        hooked = _hooked_by_default(name, network)
+    else:
+        folder = find_model(options.model)
+        name = config_in(folder).backbone.name
+        network = build(name)
+        hooked = dict.fromkeys(read_manifest(folder)["backbone"]["layers"], "hooked")
+    table = layer_table(network, options.input_size)
+    print("\n".join(text_table([_COLUMNS, *(_row(x, hooked) for x in table)], left=(0, 1, 2, 7))))
+    print(_summary(name, options.input_size, table, hooked, options.model is not None))
+    return 0
+
+
+def _hooked_by_default(name: str, network: nn.Module) -> dict[str, str]:
+    """Names of the methods that hook a layer by default, by the layer's path."""
+    from anomaly.backbones.layers import default_layers
+
+    hooked: dict[str, str] = {}
+    with suppress(ConfigError):  # a network without defaults
+        layers = default_layers(name, network, 3)
+        for kind, method in METHODS.items():
+            for layer in layers[-method.stages :]:
+                hooked[layer] = f"{hooked[layer]}, {kind}" if layer in hooked else kind
+    return hooked
+
+
+def _row(layer: Layer, hooked: Mapping[str, str]) -> tuple[str, ...]:
+    depth = layer.path.count(".") + 1 if layer.path else 0
+    return (
+        "  " * depth + (layer.path or "(network)"),
+        layer.kind,
+        "not run" if not layer.runs else "×".join(map(str, (layer.shape or ("-",))[1:])),
+        "" if layer.stride is None else str(layer.stride),
+        f"{layer.parameters:,}",
+        f"{layer.share:.1%}" if layer.runs else "",
+        str(layer.runs) if layer.runs > 1 else "",
+        hooked.get(layer.path, ""),
+    )
+
+
+def _summary(
+    name: str, size: int, table: list[Layer], hooked: Mapping[str, str], trained: bool
+) -> str:
+    whole = table[0]  # the network itself
+    text = (
+        f"\n{name} at {size}×{size}: {whole.parameters / 1e6:.1f} million parameters, "
+        f"{whole.multiply_adds / 1e9:.2f} billion multiply-adds"
+    )
+    ends = [layer for layer in table if layer.path in hooked and layer.runs]
+    if not ends:
+        return f"{text}. No default layers: name the ones that you want to hook"
+    last = max(ends, key=lambda layer: layer.share)  # nothing behind it is computed
+    who = "this model" if trained else "a model with default layers"
+    return f"{text}; {who} stops after {last.path}, at {last.share:.1%} of them"

@@ -15,13 +15,12 @@ from itertools import permutations
 from pathlib import Path
 
 from anomaly.cli import annex
-from anomaly.cli.common import chosen_device, joined_cluster
 from anomaly.cli.terminal import NOTE, ProgressLine, Stopping
 from anomaly.datasets.inputs import Images, find_inputs, is_list, passed_over, picture_names
 from anomaly.desk.advice import flagged_line
 from anomaly.errors import DataError, first_of, visible
 from anomaly.files.writing import FOLDERS, HEATMAPS, PAGE, from_json, locked, remove_drafts, write
-from anomaly.imaging.pool import Decoders
+from anomaly.imaging.pool import Decoders, warm_up
 from anomaly.imaging.read import is_folder, list_files
 from anomaly.inference.pipeline import LINES, Finished, Inputs, Journal, Run, RunJournal, resumable
 from anomaly.inference.results import Outputs, Row, Tally, learned_by
@@ -37,7 +36,7 @@ from anomaly.storage.models import load_model
 log = logging.getLogger(__name__)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_infer(options: argparse.Namespace) -> int:
     """Score the images of --input, or with --watch those that arrive there."""
     if options.watch:
         _check_watch(options)
@@ -54,8 +53,9 @@ def run(options: argparse.Namespace) -> int:
         )
         # A first signal lets the images in hand finish, so that --resume can go on.
         with Stopping() as stop, ExitStack() as opened:
-            device = chosen_device(options, images=len(inputs.paths) if inputs else cores())
-            model = load_model(options.model, device)
+            # Decoding processes start while torch is imported.
+            warm_up(len(inputs.paths) if inputs else cores())
+            model = load_model(options.model, options.device)
             folders = sorted(str(folder.absolute()) for folder in options.input)
             read = {"list of images": inputs.sha256} if inputs else {"folders": folders}
             about = outputs.about(model, read)
@@ -68,8 +68,10 @@ def run(options: argparse.Namespace) -> int:
                 return stop.signal is not None
 
             predict = None
-            if cluster := opened.enter_context(joined_cluster(options, device)):
-                predict = partial(annex("cluster.workers").predict, cluster, model, stopped)
+            if options.ray is not None:
+                workers = annex("cluster.workers")
+                cluster = opened.enter_context(workers.joined(options.ray, model.device.type))
+                predict = partial(workers.predict, cluster, model, stopped)
             if not options.resume:  # only now: until here a refusal leaves earlier results alone
                 outputs.clear(model)
             thumbnails = Thumbnails(len(inputs.paths) if inputs else SHOWN)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.cli import execute
-from anomaly.cli.common import agrees, is_interactive
-from anomaly.cli.terminal import ProgressLine, command_line
+from anomaly.cli.terminal import ProgressLine, agrees, command_line, is_interactive
 from anomaly.config.load import load_config, parse_config
 from anomaly.config.schema import METHODS, Config, readers
 from anomaly.datasets.inputs import listing_of
@@ -45,7 +44,7 @@ _SHOWN = 5  # files of a fault, where `start` looks
 _DATA, _CONFIG = Path("data/sample/brushed_plate"), Path("sample_brushed_plate.yaml")
 
 
-def _check(options: argparse.Namespace) -> int:
+def run_check(options: argparse.Namespace) -> int:
     """Check a data set, or draw the region that counts.
 
     Returns:
@@ -81,7 +80,7 @@ def _open(page: Path) -> None:
         webbrowser.open(page.absolute().as_uri())
 
 
-def _demo(options: argparse.Namespace) -> int:
+def run_demo(options: argparse.Namespace) -> int:
     """Generate, train, infer, evaluate; what an earlier demo left behind is replaced."""
     model, evaluation = options.output / "plate", options.output / "evaluation"
     results = model / "results"
@@ -101,7 +100,7 @@ def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
-def _start(options: argparse.Namespace) -> int:
+def run_start(options: argparse.Namespace) -> int:
     """Look, check, train, evaluate, show."""
     named = {"name": options.name or _name_of(options.folder)}
     settings = parse_config(named, "--name", options.overrides)
@@ -330,6 +329,3 @@ def _name_of(folder: Path) -> str:
     place = at_home(folder).absolute()
     name = place.stem if place.suffix.lower() == LIST_SUFFIX else place.name
     return name.lstrip(".") or "model"
-
-
-COMMANDS = {"start": _start, "check": _check, "demo": _demo}

@@ -141,6 +141,31 @@ class _Terminal(logging.Handler):
         print(text, file=getattr(stream, "shown", stream), flush=True)
 
 
+def is_interactive() -> bool:
+    """True if a person reads the output and can answer at the terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def ask(question: str) -> str:
+    """A person's answer at the terminal; empty without a terminal."""
+    return input(f"{question} ").strip() if is_interactive() else ""
+
+
+def agrees(question: str) -> bool:
+    """True if a person at the terminal says yes; no is the default."""
+    return ask(f"{question} [y/N]").lower() in ("y", "yes")
+
+
+def agreed(doubts: Sequence[str], options: argparse.Namespace) -> bool:
+    """Warn of doubts; True if there are none, or `--yes` or a person at the terminal agrees."""
+    for doubt in doubts:
+        log.warning(doubt)
+    if options.yes or not doubts or agrees("Go on anyway?"):
+        return True
+    log.error("refused: nothing was changed; look at these images, or add --yes")
+    return False
+
+
 _PLAIN_SECONDS = 30.0
 
 

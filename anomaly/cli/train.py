@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Container
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.backbones.weights import check_weights
 from anomaly.cli import annex
-from anomaly.cli.common import chosen_device, joined_cluster
 from anomaly.cli.terminal import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.datasets.layouts import open_dataset
 from anomaly.desk.advice import Run, lines, of_training
 from anomaly.errors import first_of, some
 from anomaly.files.writing import locked
+from anomaly.imaging.pool import warm_up
+from anomaly.runtime import device_of
 from anomaly.training.runs import train_run
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 _NAMED = 3  # images left out that a message names; train.json has all
 
 
-def run(options: argparse.Namespace) -> int:
+def run_train(options: argparse.Namespace) -> int:
     """Train a model."""
     config = load_config(options.config, options.overrides)
     output: Path = options.output or Path("runs") / config.name
@@ -37,22 +39,24 @@ def run(options: argparse.Namespace) -> int:
         # Refusals come before torch is imported, which takes seconds.
         dataset = open_dataset(data.format, data.root, data.category)
         check_weights(config.backbone.weights)
-        device = chosen_device(options, images=len(dataset.train))
-        with joined_cluster(options, device) as cluster:
+        warm_up(len(dataset.train))  # decoding processes start while torch is imported
+        device = device_of(options.device)
+        with ExitStack() as opened:
             features_of = None
-            if cluster is not None:
+            if options.ray is not None:
+                joined = annex("cluster.workers").joined(options.ray, device.type)
+                cluster = opened.enter_context(joined)
                 features_of = partial(annex("cluster.features").cluster_features, cluster)
-            with ProgressLine() as progress:
-                training, summary = train_run(
-                    config,
-                    dataset,
-                    output,
-                    device=device,
-                    calibrate=not options.no_calibrate,
-                    overwrite=options.overwrite,
-                    features_of=features_of,
-                    progress=progress,
-                )
+            training, summary = train_run(
+                config,
+                dataset,
+                output,
+                device=device,
+                calibrate=not options.no_calibrate,
+                overwrite=options.overwrite,
+                features_of=features_of,
+                progress=opened.enter_context(ProgressLine()),
+            )
         _report(summary, output, training.model, getattr(options, "reported", ()))
         return 3 if training.refused else 0
 

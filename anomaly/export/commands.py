@@ -21,7 +21,6 @@ from numpy.typing import ArrayLike
 
 from anomaly.backbones.engine import ENGINES, Graph, installed
 from anomaly.backbones.weights import check_weights
-from anomaly.cli.common import chosen_device
 from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.samples import Sample
@@ -30,7 +29,7 @@ from anomaly.evaluation.evaluate import TrainingImages, dataset_images
 from anomaly.files.writing import as_json, claim, locked, locked_file, remove_drafts, write
 from anomaly.imaging.loading import size_of
 from anomaly.imaging.read import read_image
-from anomaly.runtime import __version__, program_threads
+from anomaly.runtime import __version__, device_of, program_threads
 from anomaly.scoring.model import Model, Prediction, score
 from anomaly.storage.folder import (
     BACKBONE,
@@ -58,14 +57,11 @@ VERDICTS = ("good", "review", "reject")  # by the code that a graph from pixels 
 Pair: TypeAlias = tuple[Path, str, str, bool, float]
 
 
-def _export(options: argparse.Namespace) -> int:
+def run_export(options: argparse.Namespace) -> int:
     """Export a model and print the proof that it is equal; the exit status is 0."""
     folder = _checked(options)  # before torch is imported
-    with locked(options.output):
-        options.device = "cpu"  # graphs are traced and compared there
-        chosen_device(options)
-        with ProgressLine() as progress:
-            exported = _written(options, folder, progress)
+    with locked(options.output), ProgressLine() as progress:
+        exported = _written(options, folder, progress)
     equal, place = exported["equality"], options.output / "model"
     engine = f"{ENGINES[exported['engine']][0]} {exported['engine_version']}"
     print(f"exported model {exported['model_id']} for {engine}: {place}")
@@ -325,7 +321,7 @@ def _shown(score: float | None, verdict: str) -> str:
     return "no score" if score is None else f"score {score:.6g} ({verdict or 'no verdict'})"
 
 
-def _features(options: argparse.Namespace) -> int:
+def run_features(options: argparse.Namespace) -> int:
     """Save features of images; the exit status is 3 where some couldn't be used."""
     if "" in (options.layers or ()):
         raise AnomalyError("--layers has an empty name; name layers, such as layer3")
@@ -349,7 +345,7 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
     # Imports torch, which takes seconds: options are checked before.
     from anomaly.export.features import from_backbone, from_model, save_features
 
-    device = chosen_device(options)
+    device = device_of("auto")
     if options.model is None:
         source = from_backbone(options.backbone, options.weights, device, options.layers or None)
     else:
@@ -361,6 +357,3 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
     saved = counted(len(paths) - len(refused), "image")
     print(f"{saved} saved in {options.output}; layers: {', '.join(source.layers)}")
     return 3 if refused else 0
-
-
-COMMANDS = {"export": _export, "features": _features}

@@ -10,16 +10,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from anomaly.cli.common import agreed, chosen_device
-from anomaly.cli.terminal import NOTE, ProgressLine, Stopping
+from anomaly.cli.terminal import NOTE, ProgressLine, Stopping, agreed
 from anomaly.desk.change import replacing
 from anomaly.desk.golden import carry_missed
 from anomaly.errors import AnomalyError, OutputError, visible, why
 from anomaly.files.writing import draft_of, locked, locked_file
-from anomaly.line import report
 from anomaly.line.models import check
 from anomaly.line.record import Record
 from anomaly.line.sinks import Mqtt, Sink, Webhook
+from anomaly.runtime import device_of
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import (
     EXPORT,
@@ -40,7 +39,7 @@ _PARTS = (*_BESIDE, "model")
 log = logging.getLogger(__name__)
 
 
-def _serve(options: argparse.Namespace) -> int:
+def run_serve(options: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     try:
         from anomaly.line.server import listening, serve
@@ -57,7 +56,9 @@ def _serve(options: argparse.Namespace) -> int:
     record, sinks = _record(options), _sinks(options)
     folders = named(find_models(options.models))
     with locked_file(record), Stopping(then="send parts without an answer again") as stop:
-        device = chosen_device(options, list(folders.values()))
+        # Exported models need no torch; each model's own errors are told as it is loaded.
+        exported = any((folder / EXPORT).exists() for folder in folders.values())
+        device = options.device if exported else device_of(options.device)
         listener = listening(options.host, options.port)
         recording = Record(record, options.keep_good, options.keep_pictures)
         with InspectionService(folders, recording, device=device, sinks=sinks) as service:
@@ -118,7 +119,7 @@ def _record(options: argparse.Namespace) -> Path:
     return options.record or (models.parent if is_model else models) / "line.sqlite"
 
 
-def _deploy(options: argparse.Namespace) -> int:
+def run_deploy(options: argparse.Namespace) -> int:
     """Check and deploy the new version, or bring back the previous one.
 
     Returns:
@@ -132,8 +133,7 @@ def _deploy(options: argparse.Namespace) -> int:
     if holds(line, folder):
         print(f"{options.to} holds this model already; nothing was changed")
         return 0
-    device = chosen_device(options)
-    model = load_model(folder, device)
+    model = load_model(folder)
     print(f"checked: {check(model, folder)}")
     replaces = (line / MANIFEST).is_file()
     if replaces and not agreed(_doubts(model, line), options):
@@ -269,10 +269,3 @@ def _changing(run: Path) -> Iterator[None]:
             yield
         except (OSError, ValueError) as error:
             raise OutputError(f"the versions in {run} can't be changed: {why(error)}") from None
-
-
-COMMANDS = {
-    "serve": _serve,
-    "deploy": _deploy,
-    "report": report.run,
-}

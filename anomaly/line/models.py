@@ -124,7 +124,7 @@ class ModelSlot:
         folder: Path,
         record: Record,
         *,
-        device: torch.device,
+        device: str | torch.device,
         publish: Callable[[int, Answer], object] = lambda number, answer: None,
         most_waiting: int = 64,
     ) -> None:

@@ -349,7 +349,7 @@ def _picture(
     return f'<div class="card changed">{figure_html(picture, caption)}</div>'
 
 
-def run(options: argparse.Namespace) -> int:
+def run_report(options: argparse.Namespace) -> int:
     """Write a report.
 
     Returns:

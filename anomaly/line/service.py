@@ -82,7 +82,7 @@ class InspectionService:
         folders: dict[str, Path],
         record: Record,
         *,
-        device: torch.device,
+        device: str | torch.device,
         sinks: Sequence[Sink] = (),
     ) -> None:
         self.held = 0

@@ -21,7 +21,7 @@ from kit import contents, table, with_data
 
 from anomaly import cli
 from anomaly.backbones.weights import search_folders
-from anomaly.cli import COMMANDS, layers
+from anomaly.cli import COMMANDS, explain
 from anomaly.errors import ModelError
 from anomaly.storage.models import load_model
 
@@ -98,7 +98,7 @@ def test_what_the_system_refuses_ends_in_one_message(
         def fail(_: object, error: Exception = error) -> int:
             raise error
 
-        monkeypatch.setattr(layers, "run", fail)
+        monkeypatch.setattr(explain, "run_layers", fail)
         code, out, err = command("layers", ["--backbone", "resnet18"])
         assert (code, out, says in err, err.count("\n")) == (expected, "", True, 1), err
 

@@ -130,7 +130,7 @@ def test_nothing_that_is_said_controls_a_terminal(
             cli.log.log(level, "%s", text)
         return 0
 
-    monkeypatch.setitem(start.COMMANDS, "check", say)
+    monkeypatch.setattr(start, "run_check", say)
     if way == "defect":
         with pytest.raises(ZeroDivisionError) as caught:
             command("check", ["--config", "folder"])

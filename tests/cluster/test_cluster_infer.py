@@ -13,7 +13,7 @@ from conftest import Command, MadeOnce, result_files, write_part
 from kit import table
 from thread_cluster import Once, ThreadCluster
 
-from anomaly.cli import infer
+from anomaly.cluster import workers
 from anomaly.inference.pipeline import RunJournal
 
 _Infer = Callable[..., tuple[int, str]]
@@ -47,7 +47,7 @@ def run(
         def joined(*_: object) -> Iterator[ThreadCluster | None]:
             yield cluster
 
-        monkeypatch.setattr(infer, "joined_cluster", joined)
+        monkeypatch.setattr(workers, "joined", joined)
         where = ["--model", run_folder, "--input", images, "--output", output, "--device", "cpu"]
         options = [*where, "--write", "heatmaps", "page", "masks", "regions"]
         ray = [] if cluster is None else ["--ray", "local"]

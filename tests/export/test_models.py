@@ -1,6 +1,5 @@
 """Exported models say what their source says, or aren't there; and they are looked after alike."""
 
-import argparse
 import json
 import os
 import re
@@ -29,7 +28,6 @@ from anomaly.backbones import engine as engine_module
 from anomaly.backbones.engine import Graph
 from anomaly.backbones.layers import truncate
 from anomaly.backbones.networks import BACKBONES, Backbone, build, load_state, read_weights
-from anomaly.cli.common import chosen_device
 from anomaly.detector import Detector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
@@ -266,9 +264,6 @@ def test_a_device_that_an_engine_lacks(bank_export: Path, monkeypatch: pytest.Mo
     with pytest.raises(AnomalyError, match="computes on the CPU"):
         load_model(bank_export, "cuda")
     assert load_model(bank_export).device.type == "cpu"
-    for named in (bank_export, [bank_export / "model"]):
-        options = argparse.Namespace(device="auto", threads=2, model=named)
-        assert chosen_device(options).type == "cpu"
 
 
 def test_an_engine_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
