@@ -30,4 +30,4 @@ class PatchList(PatchSet):
             inside = None if batch.inside is None else batch.inside[rows]
             if rows:
                 kept.append(PatchBatch(batch.embeddings[rows], names, inside=inside))
-        return PatchList(kept)
+        return type(self)(kept)

@@ -14,10 +14,10 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,11 @@ import cv2
 
 from anomaly.cluster.workers import CRASHED, Actor, Cluster, Workers
 from anomaly.errors import AnomalyError, DataError
-from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image
 from anomaly.methods.base import Fitter, PatchSet, Result, Scorer
 from anomaly.runtime import Progress, device_of, use_threads
 from anomaly.scoring.model import Model
-from anomaly.training.cross_fitting import scores_of
 from anomaly.training.features import CachedFeatures, HeldOutScores, TrainingSetup, cached_features
 
 # Images of a shard, in whole batches, so that these are as one machine's; fewer where that leaves
@@ -73,105 +71,108 @@ def cluster_features(
         sent = cluster.put(model), cluster.put(fitter), cluster.put(images)
         # An actor outlives a pass over the images: its decoders are started.
         with closing(Workers(cluster, ShardWorker, *sent, Path(folder), Path.cwd())) as workers:
-            yield _Shards(cluster, workers, images, size).build(progress)
+            yield _sharded(cluster, workers, images, size, progress)
 
 
-class _Shards:
-    """The shards of the training images, whose features workers keep.
+def _sharded(
+    cluster: Cluster,
+    workers: Workers,
+    images: Mapping[int, Path | Image],
+    size: int,
+    progress: Progress,
+) -> ShardedFeatures:
+    """Have workers compute and keep the features of all images.
 
     Args:
         cluster: the cluster that the workers run on.
         workers: actors of `ShardWorker`.
         images: files or decoded pixels by image number, ascending.
         size: images in a shard.
+        progress: called with (images done, number of images).
+    """
+    numbers = list(images)
+    units = [numbers[i : i + size] for i in range(0, len(numbers), size)]
+    shards: list[CachedFeatures] = []
+    refused: list[UnusableImage] = []
+    results = workers.share_out(units, lambda actor, unit: actor.ask("learn", unit))
+    for done, (unit, (features, lost)) in enumerate(zip(units, results, strict=True), 1):
+        shards.append(features)
+        refused += features.refused
+        refused += [
+            UnusableImage(unit[place], "failed", f"{images[unit[place]]}: {CRASHED}")
+            for place in lost
+        ]
+        progress(min(done * size, len(numbers)), len(numbers))
+    facts = {i: image for features in shards for i, image in features.facts.items()}
+    return ShardedFeatures(
+        files=tuple(file for features in shards for file in features.files),
+        points=tuple(points for features in shards for points in features.points),
+        refused=tuple(sorted(refused, key=lambda item: item.index)),
+        facts=facts,
+        channels=max(features.channels for features in shards),
+        align=shards[0].align,
+        region=shards[0].region,
+        images=facts,
+        shard=size,
+        cluster=cluster,
+        workers=workers,
+        sources=images,
+        shards=[(sorted(features.facts), cluster.put(features)) for features in shards],
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedFeatures(CachedFeatures):
+    """Features of training images that workers keep in shards, and go on with.
+
+    Attributes:
+        cluster: the cluster that the workers run on.
+        workers: actors of `ShardWorker`.
+        sources: files or decoded pixels by image number.
+        shards: usable images of each shard, ascending, and a reference to its `CachedFeatures`.
     """
 
-    def __init__(
-        self, cluster: Cluster, workers: Workers, images: Mapping[int, Path | Image], size: int
-    ) -> None:
-        self._cluster, self._workers = cluster, workers
-        self._images, self._size = images, size
-        self._used: list[list[int]] = []
-        self._features: list[Any] = []
+    cluster: Cluster
+    workers: Workers
+    sources: Mapping[int, Path | Image]
+    shards: Sequence[tuple[Sequence[int], Any]]
 
-    def build(self, progress: Progress) -> CachedFeatures:
-        """Compute all features on other machines."""
-        numbers = list(self._images)
-        shards = [numbers[i : i + self._size] for i in range(0, len(numbers), self._size)]
-        built: list[CachedFeatures] = []
-        refused: list[UnusableImage] = []
-        done = 0
-        results = self._workers.share_out(shards, lambda actor, shard: actor.ask("learn", shard))
-        for shard, (features, lost) in zip(shards, results, strict=True):
-            built.append(features)
-            refused += features.refused
-            refused += [
-                UnusableImage(i, "failed", f"{self._images[i]}: {CRASHED}")
-                for i in [shard[place] for place in lost]
-            ]
-            done += len(shard)
-            progress(done, len(numbers))
-        self._features = [self._cluster.put(features) for features in built]
-        self._used = [sorted(features.facts) for features in built]
-        facts = {i: image for features in built for i, image in features.facts.items()}
-        return replace(
-            built[0],
-            files=tuple(file for features in built for file in features.files),
-            points=tuple(points for features in built for points in features.points),
-            refused=tuple(sorted(refused, key=lambda item: item.index)),
-            facts=facts,
-            channels=max(features.channels for features in built),
-            images=facts,
-            run_each=self.run_each,
-            score=self.score,
-            shard=self._size,
-        )
+    def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
+        """Results of a function of the patches, shard by shard, computed by workers."""
+        yield from self._on_shards(partial(_of_patches, function))
 
-    def run_each(
-        self, images: Container[int], function: Callable[[PatchSet], Result]
-    ) -> Iterator[Result]:
-        """Results of a function of some images' patches, shard by shard, computed by workers."""
-        yield from self._on_shards(images, partial(_of_patches, function))
-
-    def score(
-        self,
-        model: Model,
-        features: CachedFeatures,
-        views: Mapping[int, View],
-        *,
-        progress: Callable[[int], None],
+    def scores(
+        self, model: Model, progress: Callable[[int], None] = lambda done: None
     ) -> dict[int, HeldOutScores]:
-        """Have all patches of some images scored; see `cross_fitting.scores_of`."""
+        """Scores of the images by a model that hasn't learned from them, computed by workers."""
         known: dict[int, HeldOutScores] = {}
         # The CPU's tensors can be sent to any machine; what the scorer has derived stays here.
-        function = partial(_scores, model.scorer.to("cpu"))
-        for scores in self._on_shards(features.images, function):
+        for scores in self._on_shards(partial(_scores, model.scorer.to("cpu"))):
             known |= scores
             progress(len(known))
         return known
 
-    def _on_shards(self, images: Container[int], function: Callable[..., Any]) -> Iterator[Any]:
-        """Workers' results of a function for each shard that has any of some images.
+    def _on_shards(self, function: Callable[..., Any]) -> Iterator[Any]:
+        """Workers' results of a function for each shard that has any of the images.
 
         Args:
-            images: the image numbers wanted.
             function: called with the training setup and the shard's features.
 
         Raises:
             AnomalyError: an image ends every worker that handles it.
         """
-        sent = self._cluster.put(function)
+        sent = self.cluster.put(function)
 
         def ask(actor: Actor, unit: Sequence[int]) -> Future[Any]:
             # An empty unit only tests the worker: any features will do.
-            features = self._features[unit[0] // self._size if unit else 0]
+            _, features = self.shards[unit[0] // self.shard if unit else 0]
             return actor.ask("apply", features, unit, sent)
 
-        shards = ([i for i in used if i in images] for used in self._used)
-        units = [shard for shard in shards if shard]
-        for unit, (result, lost) in zip(units, self._workers.share_out(units, ask), strict=True):
+        wanted = ([i for i in usable if i in self.images] for usable, _ in self.shards)
+        units = [unit for unit in wanted if unit]
+        for unit, (result, lost) in zip(units, self.workers.share_out(units, ask), strict=True):
             if lost:
-                raise AnomalyError(f"{self._images[unit[lost[0]]]}: {CRASHED}; train without it")
+                raise AnomalyError(f"{self.sources[unit[lost[0]]]}: {CRASHED}; train without it")
             yield result
 
 
@@ -185,7 +186,7 @@ def _scores(
     scorer: Scorer, setup: TrainingSetup, features: CachedFeatures
 ) -> dict[int, HeldOutScores]:
     """Scores of images by a scorer that hasn't seen them."""
-    return scores_of(setup.model(scorer.to(setup.device)), features, features.views)
+    return features.scores(setup.model(scorer.to(setup.device)))
 
 
 class ShardWorker:

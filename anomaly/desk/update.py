@@ -34,8 +34,8 @@ from anomaly.scoring.model import Model, score
 from anomaly.storage.folder import appearing, find_model
 from anomaly.storage.models import save
 from anomaly.storage.thresholds import change
-from anomaly.training.cross_fitting import cross_fit, good_scores, scores_of
 from anomaly.training.features import CachedFeatures, cached_features
+from anomaly.training.fit import cross_fit, good_scores
 from anomaly.training.runs import training_record
 
 log = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ def _trial(
             progress=partial(progress, "calibration"),
         )
     else:  # without its only new image, the detector is the present one
-        scored = scores_of(detector, patches.only(names), patches.views)
+        scored = patches.only(names).scores(detector)
         good = good_scores([*names.values()], scored.values(), "")
     hashes = tuple(patches.hashes[i] for i in names)  # some may have been used for calibration
     return new, replace(good, hashes=hashes)

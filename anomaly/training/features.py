@@ -6,12 +6,13 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.backbones.extractor import Embedder
+from anomaly.config.schema import METHODS
 from anomaly.datasets.samples import none_usable
 from anomaly.errors import WriteError, unwritable
+from anomaly.imaging.arrays import as_numpy
 from anomaly.imaging.geometry import Region, View
 from anomaly.imaging.loading import (
     Look,
@@ -29,25 +32,27 @@ from anomaly.imaging.loading import (
     by_shape,
     inspectable,
     learned_batches,
+    turn_of,
     turned_corner,
 )
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
+from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import Align, Fitter, PatchBatch, PatchSet, Result, Scorer
 from anomaly.runtime import Progress, in_parallel, release_memory
 from anomaly.scoring.build import ImageStages, turns_of
 from anomaly.scoring.image_statistics import ImageStatistics, statistics_of
-from anomaly.scoring.model import Model, patches_inside
+from anomaly.scoring.model import Model, Piece, image_scores, network_map, patches_inside
 
 # Images after which freed memory, which the allocator still holds, goes back to the system.
 _TRIMMED = 128
 # Images that a function of `CachedFeatures.each` sees at once.
 _PART = 512
 
-# Does the work of `CachedFeatures.each` for some image numbers and a function of their patches.
-RunEach: TypeAlias = "Callable[[Container[int], Callable[[PatchSet], Any]], Iterator[Any]]"
-Scoring: TypeAlias = "Callable[..., dict[int, HeldOutScores]]"
-"""Called as `anomaly.training.cross_fitting.scores_of`, with the patches of whole images."""
+COUNT = 5  # suspects shown to the user, with the patch scores that their heatmaps need
+# Batches that are joined where there is one grid: Gaussians are read once for each batch, and meet
+# 16 images in the time that 6 take. More are hardly quicker, and take memory.
+_TOGETHER = 4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -109,7 +114,7 @@ def cached_features(
             return batch
         with torch.inference_mode():
             maps = embedder.maps(batch)
-            names = [Piece(item.index, *item.tile, item.turn) for item in batch]
+            names = [Tile(item.index, *item.tile, item.turn) for item in batch]
             layouts = {item.index: item.layout for item in batch}
             patches = _patch_batch(embedder.align(maps), names, layouts, model.region)
             statistics = statistics_of(batch, patches.embeddings, patches.inside)
@@ -212,8 +217,6 @@ class CachedFeatures(PatchSet):
         align: feature maps -> embeddings (B, h, w, D); None where `files` hold embeddings.
         region: the part of each image that counts; None for all of it.
         images: the image numbers that are read; the other attributes are those of all images.
-        run_each: does the work of `each` on a cluster; None on one machine.
-        score: called as `scores_of` to score on a cluster; None on one machine.
         shard: images in a cluster's shard; 0 on one machine.
     """
 
@@ -225,8 +228,6 @@ class CachedFeatures(PatchSet):
     align: Align | None
     region: Region | None
     images: Container[int]
-    run_each: RunEach | None = None
-    score: Scoring | None = None
     shard: int = 0
 
     @property
@@ -291,10 +292,13 @@ class CachedFeatures(PatchSet):
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
         """Results of a function applied to the patches, several images at a time."""
-        if self.run_each is not None:
-            yield from self.run_each(self.images, function)
-        else:
-            yield from map(function, self._parts())
+        yield from map(function, self._parts())
+
+    def scores(
+        self, model: Model, progress: Callable[[int], None] = lambda done: None
+    ) -> dict[int, HeldOutScores]:
+        """Scores of the images by a model that hasn't learned from them; see `scores_of`."""
+        return scores_of(model, self, self.views, progress)
 
     def _parts(self) -> Iterator[CachedFeatures]:
         used = [i for i in sorted(self.facts) if i in self.images]
@@ -302,7 +306,68 @@ class CachedFeatures(PatchSet):
             yield self.only(frozenset(used[first : first + _PART]))
 
 
-class Piece(NamedTuple):
+def scores_of(
+    model: Model,
+    batches: Iterable[PatchBatch],
+    views: Mapping[int, View],
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[int, HeldOutScores]:
+    """Scores of images, by image number; only the `COUNT` highest keep their patch scores.
+
+    Args:
+        model: the model that scores.
+        batches: the images' patches; turned copies aren't scored.
+        views: the geometry of each network input, by image number.
+        progress: called with the number of images scored so far.
+    """
+    by_image: dict[int, HeldOutScores] = {}
+    settings = model.config.model
+    if METHODS[settings.kind].one_grid:  # such a method has neither tiles nor turned copies
+        batches = _joined(batches)
+    for batch in batches:
+        corners = batch.corners or ((0, 0),) * len(batch.images)
+        if turn_of(corners[0][0])[0]:  # a copy adds to what is learned, not to the thresholds
+            continue
+        height, width = batch.embeddings.shape[1:3]
+        pieces: list[Piece] = [
+            (views[image], (row // height, column // width), 0)
+            for image, (row, column) in zip(batch.images, corners, strict=True)
+        ]
+        patches, scores = model.score_patches(batch.embeddings, pieces, batch.inside)
+        shown = without_halo(patches.scores, settings.halo_damping)
+        maps = network_map(shown, pieces[0][0].size, settings.smoothing, batch.inside)
+        peaks = image_scores(patches.scores, maps, "map_max")
+        columns = batch.images, pieces, as_numpy(patches.scores), scores.tolist(), peaks.tolist()
+        for image, (view, (row, column), _), values, score, peak in zip(*columns, strict=True):
+            if image not in by_image:
+                rows, across = (len(tiles) for tiles in view.axes)
+                mosaic = np.full((rows * height, across * width), np.nan, np.float32)
+                by_image[image] = HeldOutScores(image, score, peak, mosaic)
+            by_image[image].add(score, peak, values, row * height, column * width)
+        progress(len(by_image))
+    for held in worst(by_image)[COUNT:]:
+        held.patches = None
+    return by_image
+
+
+def _joined(batches: Iterable[PatchBatch]) -> Iterator[PatchBatch]:
+    """Larger batches, each of `_TOGETHER` batches of whole images on one grid."""
+    rest = iter(batches)
+    while group := list(islice(rest, _TOGETHER)):
+        masks = [batch.inside for batch in group if batch.inside is not None]
+        yield PatchBatch(
+            torch.cat([batch.embeddings for batch in group]),
+            tuple(image for batch in group for image in batch.images),
+            inside=torch.cat(masks) if masks else None,
+        )
+
+
+def worst(scores: Mapping[int, HeldOutScores]) -> list[HeldOutScores]:
+    """Scores of images, the highest first."""
+    return sorted(scores.values(), key=lambda held: -held.score)
+
+
+class Tile(NamedTuple):
     """A training image, or one tile of it, as it is or turned (see `anomaly.imaging.loading`)."""
 
     image: int
@@ -329,9 +394,9 @@ class TensorFile:
             self._path, self._file = Path(name), os.fdopen(descriptor, "wb")
         else:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
-        self._written: list[tuple[Sequence[Piece], list[_InFile]]] = []
+        self._written: list[tuple[Sequence[Tile], list[_InFile]]] = []
 
-    def write(self, names: Sequence[Piece], tensors: Sequence[Tensor]) -> None:
+    def write(self, names: Sequence[Tile], tensors: Sequence[Tensor]) -> None:
         """Append one batch.
 
         Args:
@@ -359,7 +424,7 @@ class TensorFile:
 
     def read(
         self, images: Container[int], *, ascending: bool = False
-    ) -> Iterator[tuple[Sequence[Piece], list[Tensor]]]:
+    ) -> Iterator[tuple[Sequence[Tile], list[Tensor]]]:
         """The stored batches that contain any of some images, each batch whole.
 
         Args:
@@ -402,7 +467,7 @@ class _Embedded(NamedTuple):
     """A batch of images with kept features, embeddings and image statistics."""
 
     images: list[NetworkInput]
-    names: tuple[Piece, ...]
+    names: tuple[Tile, ...]
     kept: list[Tensor]
     patches: PatchBatch
     statistics: list[ImageStatistics]
@@ -462,7 +527,7 @@ class _Writer:
         for image, patches in zip(batch.images, batch.counted(), strict=True):
             points = patches @ self._matrix
             if len(points):  # of a tile outside the region none count
-                self.points.write((Piece(image, 0, 0),), [points])
+                self.points.write((Tile(image, 0, 0),), [points])
             written += points.nbytes
         return written
 
@@ -492,7 +557,7 @@ class _Writer:
 
 def _patch_batch(
     embeddings: Tensor,
-    names: Sequence[Piece],
+    names: Sequence[Tile],
     views: Mapping[int, View],
     region: Region | None,
 ) -> PatchBatch:

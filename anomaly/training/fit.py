@@ -21,14 +21,14 @@ from anomaly.backbones.extractor import choose_precision, network_input
 from anomaly.backbones.networks import backbone_of
 from anomaly.calibration.thresholds import GoodScores, thresholds_from
 from anomaly.config.schema import Config
-from anomaly.datasets.samples import Sample, contradiction, near_copies
+from anomaly.datasets.samples import Sample, contradiction, near_copies, too_few_different
 from anomaly.errors import ConfigError, DataError
 from anomaly.imaging.alignment import Reference, grey_picture, learn
 from anomaly.imaging.geometry import counted, patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_of, size_of
 from anomaly.imaging.pool import Decoders, read_all, rest
 from anomaly.imaging.read import Decoding, Image, bits_used, made_of, say_bits_used
-from anomaly.methods.base import Fitter
+from anomaly.methods.base import Fitter, Fold
 from anomaly.runtime import Progress, StageProgress
 from anomaly.scoring.build import (
     backbone,
@@ -41,13 +41,24 @@ from anomaly.scoring.build import (
 from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.model import Model
 from anomaly.storage.models import manifest_of
-from anomaly.training.cross_fitting import cross_fit, scores_of, split, standing_out
-from anomaly.training.features import CachedFeatures, HeldOutScores, TrainingSetup, cached_features
+from anomaly.training.features import (
+    COUNT,
+    CachedFeatures,
+    HeldOutScores,
+    TrainingSetup,
+    cached_features,
+    worst,
+)
 
 log = logging.getLogger(__name__)
 
 _TRIAL_IMAGES = 4  # images on which bf16 is compared with fp32
 _POSE_IMAGES = 400  # images from which the pose of parts is learned, at most
+_FOLDS = 10  # parts of the training images, each scored by a model of the other parts
+# Robust standard deviations of log scores by which an image stands out. They count as 2 % at least:
+# scores of images that are all but equal spread less, and none of them stands out.
+_FAR = 5.0
+_LEAST = 0.02
 
 
 def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> TrainingSetup:
@@ -248,7 +259,6 @@ def _fit(
             {i: samples[i].name for i in used},
             pictures,
             groups={i: group for i in used if (group := samples[i].group)},
-            score=features.score or scores_of,
             progress=stages.of("calibration"),
         )
 
@@ -271,6 +281,118 @@ def _fit(
         model = replace(model, thresholds=thresholds)
     stages.end("calibration")
     return Training(model, images, stages.seconds, suspects, stand_out)
+
+
+def standing_out(good: GoodScores) -> dict[str, float]:
+    """Scores of the images that stand out from all others, by name, the highest first.
+
+    The logarithm of such a score lies five robust standard deviations (1.4826 · the median absolute
+    deviation) above the median. A fifth of defects among the images hardly moves either.
+
+    Args:
+        good: scores of images by models that haven't learned from them.
+    """
+    scores = np.array(good.image)
+    logarithms = np.log(np.maximum(scores, np.finfo(np.float32).tiny))
+    away = logarithms - np.median(logarithms)
+    spread = 1.4826 * float(np.median(np.abs(away)))
+    order = np.argsort(-scores, kind="stable").tolist()
+    return {good.names[i]: good.image[i] for i in order if away[i] > _FAR * max(spread, _LEAST)}
+
+
+def good_scores(names: Sequence[str], scores: Iterable[HeldOutScores], source: str) -> GoodScores:
+    """Good scores for thresholds, from scores of images.
+
+    Args:
+        names: image names.
+        scores: the images' scores, in the order of the names.
+        source: the number of scores and their origin, in words.
+    """
+    image, peak = zip(*((held.score, held.peak) for held in scores), strict=True)
+    return GoodScores(tuple(names), image, peak, source)
+
+
+def cross_fit(
+    model: Model,
+    patches: CachedFeatures,
+    fitter: Fitter[Any],
+    names: Mapping[int, str],
+    pictures: Mapping[int, str],
+    *,
+    folds: int = _FOLDS,
+    groups: Mapping[int, str],
+    progress: Progress = lambda done, total: None,
+) -> tuple[GoodScores, tuple[HeldOutScores, ...]]:
+    """Score each training image by a model that hasn't learned from it.
+
+    Each method has its own way to score without an image, see `Fitter.held_out`.
+
+    Args:
+        model: the model fitted on all of `patches`.
+        patches: patches of the training images; features are read, never computed again.
+        fitter: the fitter that the model was fitted with.
+        names: names of the images used, by image number.
+        pictures: a hash of each image's pixels, by image number. Copies of one picture are held
+            out together and count once.
+        folds: number of parts, at most.
+        groups: the group of each image that has one. Images of a group stay in one part, unless
+            there is one group only. A copy belongs to the group of the first image of its picture.
+        progress: called with (images scored, number of images).
+
+    Returns:
+        One score for each picture, and the scores of the `COUNT` images that look least like the
+        others, the worst first.
+
+    Raises:
+        DataError: too few images, or none but those of one fold.
+    """
+    indices = sorted(names)
+    first_of: dict[str, int] = {}
+    originals = {i: first_of.setdefault(pictures[i], i) for i in indices}
+    distinct = sorted(set(originals.values()))
+    units = len({groups.get(i, i) for i in distinct})
+    known_groups = groups if units > 1 else {}  # a single group can't be held out as a whole
+    divided = split(
+        indices, {i: known_groups.get(first, first) for i, first in originals.items()}, folds
+    )
+    scores: dict[int, HeldOutScores] = {}
+    grouped = bool(known_groups) or len(distinct) < len(indices)
+    for images, scorer in fitter.held_out(model.scorer, patches, divided, grouped=grouped):
+        part = patches.only(frozenset(images))
+        scores.update(
+            part.scores(
+                replace(model, scorer=scorer),
+                lambda done: progress(len(scores) + done, len(indices)),
+            )
+        )
+    source = f"{len(distinct)} training images, each scored by a model that hasn't seen it"
+    good = good_scores([names[i] for i in distinct], [scores[i] for i in distinct], source)
+    return replace(good, groups=units if groups else None), tuple(worst(scores)[:COUNT])
+
+
+def split(
+    images: Sequence[int], groups: Mapping[int, str | int], folds: int = _FOLDS
+) -> list[Fold]:
+    """Part images into at most `folds` folds of about equal size; a group stays whole.
+
+    Neighbours share a fold: pictures taken one after the other often show parts alike.
+
+    Raises:
+        DataError: fewer than two images, or all are of one group.
+    """
+    units: dict[str | int, list[int]] = {}
+    for image in images:
+        units.setdefault(groups.get(image, image), []).append(image)
+    if len(units) < 2:
+        raise too_few_different(len(units))
+    parts: dict[int, list[int]] = {}
+    placed = 0
+    for unit in units.values():
+        # The fold in which the unit's middle lies, had all images their place in one long row.
+        middle = placed + len(unit) / 2
+        parts.setdefault(int(middle * folds / len(images)), []).extend(unit)
+        placed += len(unit)
+    return [tuple(part) for part in parts.values()]
 
 
 def _warn_of_copies(pictures: Mapping[int, str]) -> None:
@@ -359,8 +481,8 @@ def train(
 ) -> Training:
     """Learn what good looks like.
 
-    The thresholds come from cross-fitted scores of the same images, see
-    `anomaly.training.cross_fitting`; the model itself learns from all of them.
+    The thresholds come from cross-fitted scores of the same images, see `cross_fit`; the model
+    itself learns from all of them.
 
     Args:
         config: all settings; `config.data` isn't read.

@@ -18,7 +18,8 @@ from anomaly.methods.base import PatchBatch
 from anomaly.methods.padim import GaussianFitter
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from anomaly.scoring.model import Model, network_map
-from anomaly.training.cross_fitting import cross_fit, scores_of, split
+from anomaly.training.features import scores_of
+from anomaly.training.fit import cross_fit, split
 
 CPU = torch.device("cpu")
 GRID = (4, 5)
@@ -33,6 +34,9 @@ class _Patches(PatchList):
         view = Sizing(None, None, 36, 8).view(SIZE)
         assert view.size == SIZE
         return {image: view for batch in self for image in batch.images}
+
+    def scores(self, model: Model, progress: Any) -> dict[int, Any]:
+        return scores_of(model, self, self.views, progress)
 
 
 def _patches(images: int, copies: Sequence[int] = ()) -> tuple[_Patches, torch.Tensor]:

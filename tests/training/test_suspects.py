@@ -17,7 +17,8 @@ from anomaly.calibration.thresholds import GoodScores
 from anomaly.imaging.geometry import Sizing
 from anomaly.methods.base import PatchBatch, PatchScores
 from anomaly.storage.models import load_model
-from anomaly.training.cross_fitting import COUNT, scores_of, standing_out, worst
+from anomaly.training.features import COUNT, scores_of, worst
+from anomaly.training.fit import standing_out
 
 
 @pytest.mark.parametrize("kind", RUNS)
