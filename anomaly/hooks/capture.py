@@ -11,7 +11,7 @@ import gc
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -44,16 +44,13 @@ class Capture:
             with `run`, and calling the network itself is an error.
         grad: keep the autograd graph: the tensor captured is the one that the rest of the network
             uses, so that it can stand in a loss or be differentiated by.
-        clone: copy, so that a later in-place layer (ReLU6, `out += identity`) can't overwrite what
-            was captured. Without it nothing is copied, and `pop` raises if that happened (which
-            PyTorch can't tell for tensors made under `torch.inference_mode`).
-        device: move to this device.
-        dtype: convert floating-point tensors to this dtype.
+        clone: copy outputs, so that a later in-place layer (ReLU6, `out += identity`) can't
+            overwrite them. Without it `pop` raises if that happened (which PyTorch can't tell for
+            tensors made under `torch.inference_mode`). With `grad` nothing is copied.
         keep: number of the latest calls kept of each layer; None keeps all.
-        max_bytes: raise an error rather than hold more bytes than this.
 
     Raises:
-        LayerError: a layer doesn't exist, can't be hooked, or the options contradict each other.
+        LayerError: a layer doesn't exist or can't be hooked; or `keep` is below 1.
     """
 
     def __init__(
@@ -64,31 +61,15 @@ class Capture:
         stop: bool = False,
         grad: bool = False,
         clone: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         keep: int | None = 1,
-        max_bytes: int | None = None,
     ) -> None:
-        if grad and (device is not None or dtype is not None or not clone):
-            raise LayerError(
-                "grad=True keeps the very tensor that the network uses: leave clone, device and "
-                "dtype as they are and convert what `pop` returns"
-            )
         if keep is not None and keep < 1:
             raise LayerError(f"keep={keep}: keep at least 1 call of each layer, or None for all")
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise LayerError(f"dtype={dtype!r}: give one of torch's, such as torch.float16")
-        try:
-            self._device = None if device is None else torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            raise LayerError(f"device={device!r} is no device: {reason}") from None
         self._model = model
         self._modules = select(model, layers)
         if not self._modules:
             raise LayerError("no layer to capture: name at least one")
-        self._stop, self._grad, self._clone, self._dtype = stop, grad, clone, dtype
-        self._keep_calls, self._max_bytes = keep, max_bytes
+        self._stop, self._grad, self._clone, self._kept_calls = stop, grad, clone, keep
         self._handles: list[RemovableHandle] = []
         self._pending: set[str] = set()
         self._calls: dict[str, deque[list[_Kept]]] = {}
@@ -179,7 +160,7 @@ class Capture:
 
     def _reset(self) -> None:
         self._pending = set(self._modules)
-        self._calls = {path: deque(maxlen=self._keep_calls) for path in self._modules}
+        self._calls = {path: deque(maxlen=self._kept_calls) for path in self._modules}
 
     def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], Any]:
         def keep(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -192,8 +173,6 @@ class Capture:
                 refuse_hidden(repr(path), output)
                 raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
             self._calls[path].append(call)
-            if self._max_bytes is not None:  # a traced tensor's size isn't known
-                self._check_memory(self._max_bytes)
             if last and not self._running:
                 raise LayerError(
                     "the network was called itself, and stop=True ends only passes that the "
@@ -213,18 +192,9 @@ class Capture:
             return _Kept(name, tensor, None)
         if tensor.requires_grad:
             tensor = tensor.detach()
-        if self._clone or self._device is not None or self._dtype is not None:
-            whole = not (tensor.is_floating_point() or tensor.is_complex())  # indices stay exact
-            tensor = tensor.to(self._device, None if whole else self._dtype, copy=self._clone)
+        if self._clone:
+            tensor = tensor.clone()
         return _Kept(name, tensor, None if tensor.is_inference() else tensor._version)
-
-    def _check_memory(self, limit: int) -> None:
-        held = sum(k.tensor.nbytes for layer in self._calls.values() for c in layer for k in c)
-        if held > limit:
-            raise LayerError(
-                f"captured tensors take {held} bytes, more than max_bytes={limit}: name fewer "
-                "layers, lower keep, use a smaller dtype or batch, or read them more often"
-            )
 
 
 capture = Capture  # named for what a `with` statement does
@@ -281,7 +251,7 @@ def refuse_hidden(layer: str, output: Any) -> None:
 def _walk(value: Any, way: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     if isinstance(value, Tensor):
         yield way, value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, MutableMapping):
         for key, item in value.items():
             yield from _walk(item, (*way, _step(key)))
     elif isinstance(value, tuple | list):
@@ -300,14 +270,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same structure with each tensor replaced by `function` of it."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, Mapping):
-        items = {key: map_tensors(function, item) for key, item in value.items()}
-        if hasattr(value, "to_tuple"):  # ModelOutput of Hugging Face, a dataclass
-            return type(value)(**items)
-        if not isinstance(value, MutableMapping):
-            return type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, MutableMapping):
         same = copy.copy(value)  # a defaultdict can't be made of its class and items alone
-        same.update(items)
+        for key, item in value.items():  # `update` is refused by Hugging Face's ModelOutput
+            same[key] = map_tensors(function, item)
         return same
     if isinstance(value, tuple | list):
         mapped = [map_tensors(function, item) for item in value]

@@ -5,18 +5,17 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from reprlib import repr as short
 from types import FrameType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_hooks
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
-from anomaly.errors import LayerError, nearest
+from anomaly.errors import LayerError
 from anomaly.hooks.capture import (
     Attached,
     Hook,
@@ -29,12 +28,12 @@ from anomaly.hooks.capture import (
 from anomaly.hooks.paths import Selector, select
 
 
-class BackwardGates(threading.local):
-    """A pair of forward hooks, `enter` and `leave`, that put gates around a layer.
+class _BackwardGates(threading.local):
+    """A backward hook of one layer, as a pair of forward hooks: `enter` and `leave`.
 
-    The backward pass goes through the gate at the layer's output, where a hook of `backward_pre`
-    may replace grad_output, and then through the one at its input, where one of `backward` may
-    replace grad_input.
+    Each puts a gate into the autograd graph. The backward pass goes through the gate at the layer's
+    output, where a hook of `backward_pre` may replace grad_output, and then through the one at its
+    input, where a hook of `backward` may replace grad_input. Each thread has gates of its own.
     """
 
     def __init__(self, event: Event, hook: Hook) -> None:
@@ -44,12 +43,12 @@ class BackwardGates(threading.local):
         self._open: list[tuple[int, BackwardHook]] = []
 
     def enter(
-        self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[Any, ...] | None:
-        """Forward-pre hook: the gate at the input, through which keyword inputs go, too.
+        self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Put the gate at the layer's input, as a forward-pre hook; keyword tensors pass it, too.
 
         Returns:
-            The inputs, and with `kwargs` these beside them; None where no gradient is wanted.
+            The inputs and keyword inputs for the layer; None where no gradient is wanted.
         """
         frame: FrameType | None = sys._getframe(2)  # of the layer's call, behind `Attached`
         own, around = id(frame), set()
@@ -61,47 +60,41 @@ class BackwardGates(threading.local):
         self._open = [entry for entry in self._open if entry[0] in around - {own}]
         gate = BackwardHook(module, self._hooks, self._pre_hooks)
         self._open.append((own, gate))
-        names = [name for name, value in (kwargs or {}).items() if isinstance(value, Tensor)]
-        before = (*inputs, *((kwargs or {})[name] for name in names))
-        gated = gate.setup_input_hook(before)  # type: ignore[no-untyped-call]
-        if gated is before:  # no input takes part in the backward pass
+        names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+        ungated = (*inputs, *(kwargs[name] for name in names))
+        gated = gate.setup_input_hook(ungated)  # type: ignore[no-untyped-call]
+        if gated is ungated:  # no input takes part in the backward pass
             return None
-        copies = _copies(gated)
-        if kwargs is None:
-            return copies  # type: ignore[no-any-return]
+        copies = map_tensors(Tensor.clone, gated)
         named = zip(names, copies[len(inputs) :], strict=True)
         return copies[: len(inputs)], {**kwargs, **dict(named)}
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook: the gate at the output."""
+        """Put the gate at the layer's output, as a forward hook.
+
+        Returns:
+            The output for the layers behind; None where no gradient is wanted.
+        """
         entered = [place for place, (_, gate) in enumerate(self._open) if gate.module is module]
         if not entered:  # registered while the layer was running, or its gate is gone
             return None
         gate = self._open[entered[-1]][1]
         del self._open[entered[-1] :]  # and gates inside, whose forward pass raised
-        nested = isinstance(output, tuple) and any(
-            isinstance(item, tuple | list | Mapping) for item in output
-        )
-        if isinstance(output, Tensor | tuple) and not nested:
-            gated = gate.setup_output_hook(output)  # type: ignore[no-untyped-call]
-            return None if gated is output else _copies(gated)
-        tensors = tuple(tensor for _, tensor in named_tensors(output, ""))
-        if not tensors:
+        ungated = tuple(tensor for _, tensor in named_tensors(output, ""))
+        if not ungated:
             refuse_hidden(type(module).__name__, output)
+        gated = gate.setup_output_hook(ungated)  # type: ignore[no-untyped-call]
+        if gated is ungated:
             return None
-        gated = iter(_copies(gate.setup_output_hook(tensors)))  # type: ignore[no-untyped-call]
-        return map_tensors(lambda _: next(gated), output)
-
-
-def _copies(value: Any) -> Any:
-    return map_tensors(Tensor.clone, value)
+        # A gate puts out views, which a layer that works in place mustn't change.
+        copies = iter(map_tensors(Tensor.clone, gated))
+        return map_tensors(lambda _: next(copies), output)
 
 
 Layers: TypeAlias = Selector | Sequence[Selector]
-_Register: TypeAlias = Callable[[Hook], RemovableHandle]  # a function of PyTorch's
 Event: TypeAlias = Literal["forward", "forward_pre", "backward", "backward_pre"]
 
-# What PyTorch shows to the hooks of each event.
+# Names of the arguments that PyTorch gives to the hooks of each event.
 _SHOWN: dict[Event, tuple[str, ...]] = {
     "forward": ("module", "inputs", "output"),
     "forward_pre": ("module", "inputs"),
@@ -140,7 +133,7 @@ class HookSet:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._handles: list[Handle] = []
+        self._handles: list[Handle | RemovableHandle] = []
 
     def __enter__(self) -> HookSet:
         return self
@@ -249,27 +242,6 @@ class HookSet:
 
         return self._add(parameter.register_post_accumulate_grad_hook(call))  # type: ignore[no-untyped-call]
 
-    def everywhere(self, event: Event, hook: Hook, /, *extra: Any, **named: Any) -> list[Handle]:
-        """Call `hook` at every layer of every network in the process (global module hooks).
-
-        Args:
-            event: the method whose arguments the hook takes and whose return value it gives.
-            hook: the function.
-            *extra: further arguments for the hook.
-            **named: further arguments by name.
-
-        Returns:
-            One handle.
-
-        Raises:
-            LayerError: there is no such event.
-        """
-        if event not in get_args(Event):
-            raise LayerError(f"there is no hook event {event!r}; {nearest(event, get_args(Event))}")
-        call = _with_extra(hook, _SHOWN[event], extra, named)
-        before = torch_hooks.register_module_forward_pre_hook
-        return [self._hook(event, call, before, torch_hooks.register_module_forward_hook)]
-
     def _on_layers(
         self,
         event: Event,
@@ -285,27 +257,20 @@ class HookSet:
             shown = (*shown[:2], "kwargs", *shown[2:])
         call = _with_extra(hook, shown, extra, named)
         modules = list(select(self._model, layers).values())
-        self._handles += [Handle((part,)) for part in refuse_compiled(self._model, modules)]
-        # Gates stand around keyword inputs, too.
-        both = with_kwargs or event != "forward_pre"
-        return [
-            self._hook(
-                event,
-                call,
-                partial(module.register_forward_pre_hook, with_kwargs=both),
-                partial(module.register_forward_hook, with_kwargs=with_kwargs),
-            )
-            for module in modules
-        ]
+        self._handles += refuse_compiled(self._model, modules)
+        return [self._on_layer(event, module, call, with_kwargs) for module in modules]
 
-    def _hook(self, event: Event, call: Hook, before: _Register, after: _Register) -> Handle:
-        """Register a function for an event, as hooks before and after a forward pass."""
+    def _on_layer(self, event: Event, module: nn.Module, call: Hook, with_kwargs: bool) -> Handle:
+        """Register a function at one layer; a backward hook stands there as two forward hooks."""
+        before, after = module.register_forward_pre_hook, module.register_forward_hook
         if event == "forward":
-            return self._add(after(Attached(call)))
+            return self._add(after(Attached(call), with_kwargs=with_kwargs))
         if event == "forward_pre":
-            return self._add(before(Attached(call)))
-        gates = BackwardGates(event, call)
-        return self._add(before(Attached(gates.enter)), after(Attached(gates.leave)))
+            return self._add(before(Attached(call), with_kwargs=with_kwargs))
+        gates = _BackwardGates(event, call)
+        return self._add(
+            before(Attached(gates.enter), with_kwargs=True), after(Attached(gates.leave))
+        )
 
     def _add(self, *parts: RemovableHandle) -> Handle:
         handle = Handle(parts)
