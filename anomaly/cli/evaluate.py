@@ -13,7 +13,7 @@ from pathlib import Path
 from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets.inputs import find_inputs, open_test_images
 from anomaly.desk import golden
-from anomaly.desk.advice import lines
+from anomaly.desk.advice import weakness_lines
 from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of
 from anomaly.evaluation.evaluate import images_to_test
 from anomaly.files.writing import GOLDEN, locked
@@ -153,7 +153,8 @@ def _report(categories: Sequence[Category], failed: int, output: Path) -> int:
     for category in categories:
         for line in category.rates:
             print(line)
-        for line in lines(category.weaknesses, category.name if len(categories) > 1 else ""):
+        name = category.name if len(categories) > 1 else ""
+        for line in weakness_lines(category.weaknesses, name):
             log.info(line)
     print(f"all figures: {output / 'metrics.json'}")
     return 3 if refused or failed else 0

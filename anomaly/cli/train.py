@@ -15,7 +15,7 @@ from anomaly.cli import annex
 from anomaly.cli.terminal import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.datasets.layouts import open_dataset
-from anomaly.desk.advice import Run, lines, of_training
+from anomaly.desk.advice import Run, training_weaknesses, weakness_lines
 from anomaly.errors import first_of, some
 from anomaly.files.writing import locked
 from anomaly.imaging.pool import warm_up
@@ -85,7 +85,7 @@ def _report(summary: dict[str, Any], output: Path, model: Model, reported: Conta
             some([*names], most=_NAMED),
             ", train.json names all" if len(names) > _NAMED else "",
         )
-    for line in lines(of_training(Run(model, output, summary))):
+    for line in weakness_lines(training_weaknesses(Run(model, output, summary))):
         log.info(line)
     # `start` has reported unusable files itself.
     refused = [reason for reason in summary["refused"].values() if reason not in reported]

@@ -1,11 +1,14 @@
-"""The weaknesses of a model, the most important first, each with a command against it."""
+"""Weaknesses of a model, the most important first, and flagged images against the promised rate.
+
+Each comes with the command that helps.
+"""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,20 +21,21 @@ from anomaly.scoring.image_statistics import LEAST_IMAGES
 
 if TYPE_CHECKING:
     from anomaly.config.schema import Config
+    from anomaly.evaluation.evaluate import Evaluation
     from anomaly.scoring.model import Model, Scored
 
-_PRINTED = 3
-_RATES = (0.02, 0.05, 0.1, 0.2)  # of good parts for review
+_PRINTED = 3  # weaknesses
+_RATES = (0.02, 0.05, 0.1, 0.2)  # review rates to compare
 _LEAST_ALIKE = 3  # images that stand out: fewer may do so by chance
 _FAR = 1.1  # times the reject threshold, above which an image is far from all others
-_FINER_BY = 1.2  # times the pixels a side, below which little is gained
+_FINER_BY = 1.2  # times the pixels a side; less gains little
 LEAST_DEFECTS = 6  # parts with a defect; with fewer `tune` finds no difference beyond chance
-LEAST_PARTS = 20  # fewer say nothing of a rate
-DEFECT_SHARE = 0.01  # of the parts on a line, where nobody says otherwise
+LEAST_PARTS = 20  # with fewer the flagged share isn't compared with the promise
+DEFECT_SHARE = 0.01  # share of defects on a line that keeps its promise
 # Chance that a comparison finds a difference where there is none. Repeated with each of 2,000
-# parts, it warns some 3 % of lines: bounds of the promise are seldom so far off.
+# parts, it warns on some 3 % of lines: the promise's bounds are seldom that far off.
 _CHANCE = 0.01
-_MANY = 2000  # images, from which on a bound replaces the sum of the binomial tail
+_MANY = 2000  # images; beyond it a bound replaces the sum of the binomial tail
 
 Comparison = Literal["as promised", "more", "fewer"]
 
@@ -41,12 +45,12 @@ class Weakness:
     """Something that lets defects pass or flags good parts.
 
     Attributes:
-        what: the weakness, with the number of images concerned.
+        finding: the weakness, with the number of images concerned.
         remedy: the advice against it.
         command: the command line to run; empty where none helps.
     """
 
-    what: str
+    finding: str
     remedy: str
     command: str = ""
 
@@ -68,123 +72,125 @@ class Run:
     tested: Sequence[object] = ()
 
     def train(self, *settings: str) -> str:
-        """The command that trains a further model, with other settings."""
+        """The command that trains a further model, with other settings (KEY=VALUE)."""
         overrides = [part for setting in settings for part in ("--set", setting)]
-        return _command("train", *self._config(), *overrides, "--output", f"{self._run}_new")
-
-    def tune(self) -> str:
-        """The command that tries settings on the known defects."""
-        output = f"{self.model.config.name}_tuned.yaml"
-        return _command("tune", *self._config(), *self.tested, "--output", output)
-
-    def explain(self, image: Path) -> str:
-        """The command that says what would have caught a defect."""
-        return _command("explain", image, "--model", self.folder)
-
-    def update(self) -> str:
-        """The command that lets the model learn more good images."""
-        output = f"{self._run}_updated"
-        return _command("update", "--model", self.folder, "--good", "FOLDER", "--output", output)
+        return command("train", *self.config, *overrides, "--output", f"{self.place}_new")
 
     @property
-    def _run(self) -> Path:
+    def place(self) -> Path:
+        """The run's folder."""
         return self.folder.parent if self.folder.name == "model" else self.folder
 
-    def _config(self) -> list[object]:
+    @property
+    def config(self) -> list[object]:
         """Options that name the settings and the data set that the model was trained with."""
         root = f"data.root={self.record.get('data_folder', 'FOLDER')}"
+        # The recorded folder is that of the category already.
         whole = ["--set", "data.category=null"] if self.model.config.data.category else []
-        folder = self.model.folder or self._run / "model"
+        folder = self.model.folder or self.place / "model"
         return ["--config", folder / "config.yaml", "--set", root, *whole]
 
 
-def lines(weaknesses: Sequence[Weakness], name: str = "") -> list[str]:
-    """The most important weaknesses, a line each, for people; none where nothing is weak."""
+def command(*arguments: object) -> str:
+    """A command of this program as a line for the shell."""
+    return shlex.join(["anomaly", *map(str, arguments)])
+
+
+def weakness_lines(weaknesses: Sequence[Weakness], name: str = "") -> list[str]:
+    """The most important weaknesses, a line each, for people; none where nothing is weak.
+
+    Args:
+        weaknesses: the most important first.
+        name: the model's name, where several models are listed.
+    """
+    prefix = f"{name}: " if name else ""
     return [
-        f"{name}{': ' if name else ''}{weakness.what} {weakness.remedy} {weakness.command}".strip()
+        f"{prefix}{weakness.finding} {weakness.remedy} {weakness.command}".strip()
         for weakness in weaknesses[:_PRINTED]
     ]
 
 
-def of_training(run: Run) -> tuple[Weakness, ...]:
+def training_weaknesses(run: Run) -> tuple[Weakness, ...]:
     """The weaknesses that training alone shows: images that may be defects, or too few images."""
     return (*_suspects(run), *_few(run))
 
 
-def of_images(run: Run, images: Sequence[Scored]) -> tuple[Weakness, ...]:
-    """The weaknesses that the verdicts of a test split show.
-
-    Args:
-        run: the model that has scored the images, and its folders.
-        images: scored test images, none that the model has learned from.
-    """
-    limits = run.model.thresholds
-    if limits is None:
+def evaluation_weaknesses(run: Run, evaluation: Evaluation) -> tuple[Weakness, ...]:
+    """The weaknesses that a model's verdicts on its test images show."""
+    counts, limits = evaluation.verdicts, evaluation.thresholds
+    if counts is None:
         return ()
-    scored = [(image, image.verdict(limits) == "good") for image in images if image.verdict(limits)]
-    defects = [passes for image, passes in scored if image.sample.is_defect]
-    missed = [image for image, passes in scored if passes and image.sample.is_defect]
-    flagged = [not passes for image, passes in scored if not image.sample.is_defect]
+    missed = [
+        image
+        for image in evaluation.scored
+        if image.sample.is_defect and image.verdict(limits) == "good"
+    ]
     few = _few(run) if missed else ()
     return (
-        *_missed(run, missed, len(defects)),
+        *_missed(run, missed, counts.defective.total),
         *_too_coarse(run, missed),
         *few,
-        *_flagged(run, sum(flagged), len(flagged)),
+        *_flagged(run, counts.good.review + counts.good.reject, counts.good.total),
     )
 
 
-def review_rates(run: Run, images: Sequence[Scored]) -> tuple[str, ...]:
+def review_rates(run: Run, evaluation: Evaluation) -> tuple[str, ...]:
     """A table of defects caught and good images flagged at other review rates, and a command.
 
     Thresholds come from the model's own good images; the test images only measure them.
 
-    Args:
-        run: the model that has scored the images, and its folders.
-        images: scored test images, none that the model has learned from.
-
     Returns:
         Lines for people; none where no defect passes, or no rate would catch more.
     """
-    limits = run.model.thresholds
+    limits = evaluation.thresholds
     if limits is None or limits.label != "calibrated":
         return ()
-    present, reject = run.model.rates()
-    rates = sorted({*_RATES, present})
+    now, reject = run.model.rates()
     counts = {}
-    for rate in rates:
-        new = limits if rate == present else thresholds_from(limits.good, rate, min(rate, reject))
-        flagged = [image for image in images if image.verdict(new) in ("review", "reject")]
-        caught = sum(image.sample.is_defect for image in flagged)
-        counts[rate] = caught, len(flagged) - caught
-    usable = [image for image in images if image.score is not None]
-    defects = sum(image.sample.is_defect for image in usable)
-    good = len(usable) - defects
-    if max(caught for caught, _ in counts.values()) == counts[present][0]:
+    for rate in sorted({*_RATES, now}):
+        others = limits if rate == now else thresholds_from(limits.good, rate, min(rate, reject))
+        if verdicts := replace(evaluation, thresholds=others).verdicts:
+            counts[rate] = verdicts
+    if max(count.caught for count in counts.values()) == counts[now].caught:
         return ()
-    rows = []
-    for rate, (caught, flags) in counts.items():
-        name = f"{percent(rate)} (now)" if rate == present else percent(rate)
-        rows.append((name, f"{caught} of {defects}", f"{flags} of {good}"))
-    command = _command("calibrate", "--model", run.folder, "--review-rate", "RATE")
+    rows = [
+        (
+            f"{percent(rate)} (now)" if rate == now else percent(rate),
+            f"{count.caught} of {count.defective.total}",
+            f"{count.good.review + count.good.reject} of {count.good.total}",
+        )
+        for rate, count in counts.items()
+    ]
     table = text_table([("review rate", "defects caught", "good flagged"), *rows])
-    return (*table, f"another review rate: {command}")
+    calibrate = command("calibrate", "--model", run.folder, "--review-rate", "RATE")
+    return (*table, f"another review rate: {calibrate}")
 
 
 def _missed(run: Run, missed: Sequence[Scored], defects: int) -> Iterator[Weakness]:
+    """Defects that pass: `tune` first, and where it can't help, the explanation of one.
+
+    Args:
+        run: the model that has scored the images, and its folders.
+        missed: defects called good.
+        defects: number of all scored defects.
+    """
     if not missed:
         return
-    what = f"{len(missed)} of {counted(defects, 'defect')} pass as good "
-    what += f"({percent(len(missed) / defects)})."
-    if defects >= LEAST_DEFECTS and not run.model.config.chosen_by:  # tune hasn't been run yet
+    finding = f"{len(missed)} of {counted(defects, 'defect')} pass as good "
+    finding += f"({percent(len(missed) / defects)})."
+    config = run.model.config
+    if defects >= LEAST_DEFECTS and not config.chosen_by:  # tune hasn't been run yet
         remedy = "Try other settings on the known defects (10 minutes at most):"
-        yield Weakness(what, remedy, run.tune())
+        output = f"{config.name}_tuned.yaml"
+        tune = command("tune", *run.config, *run.tested, "--output", output)
+        yield Weakness(finding, remedy, tune)
         return
-    why = "The settings are those that tune chose."
+    reason = "The settings are those that tune chose."
     if defects < LEAST_DEFECTS:
-        why = f"With {LEAST_DEFECTS} known defects or more, tune can choose settings."
-    remedy = f"{why} See why {'the first' if len(missed) > 1 else 'it'} passes:"
-    yield Weakness(what, remedy, run.explain(missed[0].sample.path))
+        reason = f"With {LEAST_DEFECTS} known defects or more, tune can choose settings."
+    remedy = f"{reason} See why {'the first' if len(missed) > 1 else 'it'} passes:"
+    explain = command("explain", missed[0].sample.path, "--model", run.folder)
+    yield Weakness(finding, remedy, explain)
 
 
 def _too_coarse(run: Run, missed: Sequence[Scored]) -> Iterator[Weakness]:
@@ -197,12 +203,12 @@ def _too_coarse(run: Run, missed: Sequence[Scored]) -> Iterator[Weakness]:
     factor = min(scale, patch / median(widths)) if widths else 1.0
     if factor < _FINER_BY:
         return
-    what = (
+    finding = (
         f"{len(widths)} of {counted(len(missed), 'missed defect')} are narrower than a patch: "
         f"{median(widths):.2g} of its {patch:.2g} pixels (median)."
     )
     remedy = f"Show the network more pixels (about {factor**2:.2g} times the time):"
-    yield Weakness(what, remedy, run.train(_finer(run.model.config, factor)))
+    yield Weakness(finding, remedy, run.train(_finer(run.model.config, factor)))
 
 
 def _finer(config: Config, factor: float) -> str:
@@ -222,7 +228,7 @@ def _few(run: Run) -> Iterator[Weakness]:
     reject, count = thresholds.to_reject, thresholds.images
     if reject.supported or reject.target is None or thresholds.review < thresholds.image:
         return
-    what = (
+    finding = (
         f"{counted(count, 'good image')} can't guarantee a false-reject rate below "
         f"{percent(supported_rate(count))}, so there is no review zone."
     )
@@ -230,7 +236,7 @@ def _few(run: Run) -> Iterator[Weakness]:
     remedy = f"Use {needed} images for {target}; a review zone needs 39."
     if count < LEAST_IMAGES:
         remedy += f" With fewer than {LEAST_IMAGES} another product or a lens cap isn't recognised."
-    yield Weakness(what, remedy)
+    yield Weakness(finding, remedy)
 
 
 def _suspects(run: Run) -> Iterator[Weakness]:
@@ -248,9 +254,9 @@ def _suspects(run: Run) -> Iterator[Weakness]:
     if not names:
         return
     look = "looks" if len(names) == 1 else "look"
-    what = f"{counted(len(names), 'training image')} {look} unlike all others: {some(names)}."
+    finding = f"{counted(len(names), 'training image')} {look} unlike all others: {some(names)}."
     if raised:
-        what += (
+        finding += (
             f" Without {some([name for name, _, _ in raised])} the reject threshold would be "
             f"{raised[-1][2]:.5g} instead of {thresholds.image:.5g}."
         )
@@ -258,25 +264,28 @@ def _suspects(run: Run) -> Iterator[Weakness]:
         f"Look at them (heatmaps of the most unusual: {run.folder / 'suspects'}). Remove images "
         "that aren't good and train again:"
     )
-    yield Weakness(what, remedy, run.train())
+    yield Weakness(finding, remedy, run.train())
 
 
 def _flagged(run: Run, flagged: int, images: int) -> Iterator[Weakness]:
-    """More flagged good images than the thresholds promise."""
-    assert run.model.thresholds is not None  # else `of_images` has returned
+    """More flagged good images than the thresholds promise.
+
+    Args:
+        run: a model with thresholds, and its folders.
+        flagged: number of good test images that are rejected or for review.
+        images: number of all scored good test images.
+    """
+    assert run.model.thresholds is not None
     promised = run.model.thresholds.to_review.false_rejects
     if compare_flagged(flagged, images, promised) == "more":
-        what = (
+        finding = (
             f"{flagged} of {counted(images, 'good image')} are flagged "
             f"({percent(flagged / images)}); at most {percent(promised.at_most)} expected for good "
             "parts like the training images."
         )
         remedy = "Let the model learn other good images like these:"
-        yield Weakness(what, remedy, run.update())
-
-
-def _command(*arguments: object) -> str:
-    return shlex.join(["anomaly", *map(str, arguments)])
+        learned = ["--good", "FOLDER", "--output", f"{run.place}_updated"]
+        yield Weakness(finding, remedy, command("update", "--model", run.folder, *learned))
 
 
 def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
@@ -306,20 +315,21 @@ def _chance(count: int, images: int, rate: float) -> float:
         return 1.0
     if images <= _MANY:
         return float(binomial(images, rate)[count:].sum())
+    # Kullback–Leibler divergence of two coins with these rates; its second term vanishes at 1.
     divergence = share * math.log(share / rate)
     if share < 1:
         divergence += (1 - share) * math.log((1 - share) / (1 - rate))
     return math.exp(-images * divergence)  # Chernoff's bound
 
 
-def flagged_line(flagged: int, images: int, promised: Rate, model: str = "RUN") -> str:
+def flagged_line(flagged: int, images: int, promised: Rate, run: object = "RUN") -> str:
     """A warning if more or fewer images are flagged than promised; empty otherwise.
 
     Args:
         flagged: number of images above the review threshold.
         images: number of images without a reason for review.
         promised: false-reject rate of the review threshold.
-        model: the model's folder, for the command.
+        run: the model's folder, for the command.
     """
     comparison = compare_flagged(flagged, images, promised)
     if comparison == "as promised":
@@ -332,5 +342,5 @@ def flagged_line(flagged: int, images: int, promised: Rate, model: str = "RUN") 
         line += f"most {percent(promised.at_most)} of good parts. Look at them first: if most are "
         line += "defects, change nothing. If most are good, these images differ from the training "
         line += "images"
-    command = f"anomaly calibrate --model {shlex.quote(model)} --production FOLDER"
-    return f"{line}: find thresholds for images like these with {command}"
+    calibrate = command("calibrate", "--model", run, "--production", "FOLDER")
+    return f"{line}: find thresholds for images like these with {calibrate}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
@@ -240,7 +241,7 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
     prediction, folder = explanation.prediction, explanation.model["folder"] or "RUN"
     image = str(prediction.path or "IMAGE")
     if prediction.thresholds is None:
-        command = pages.command_line("anomaly", "calibrate", "--model", folder, "--good", "FOLDER")
+        command = shlex.join(["anomaly", "calibrate", "--model", folder, "--good", "FOLDER"])
         return [("Find thresholds with good images that the model hasn't learned from:", command)]
     if prediction.reason:
         return [
@@ -248,10 +249,10 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
             ("Check the camera, the light and where the part lies, and take another one.", ""),
         ]
     learn = ("--good", "FOLDER", "--output", "NEW_RUN")
-    update = pages.command_line("anomaly", "update", "--model", folder, *learn)
+    update = shlex.join(["anomaly", "update", "--model", folder, *learn])
     tune = "anomaly tune --config CONFIG --defects FOLDER"
     if prediction.verdict == "good":
-        keep = pages.command_line("anomaly", "explain", image, "--model", folder, "--keep")
+        keep = shlex.join(["anomaly", "explain", image, "--model", folder, "--keep"])
         return [
             _catching(prediction.score, prediction.thresholds, folder),
             ("Keep it as a known defect, which later versions have to catch:", keep),
@@ -294,7 +295,7 @@ def _catching(score: float, limits: Thresholds, folder: str) -> tuple[str, str]:
         return f"{text}, which is too many.", ""
     limit, review = f"{limits.image:.5g}", f"{threshold:.5g}"
     both = ("--threshold", limit, "--review-threshold", review)
-    return f"{text}:", pages.command_line("anomaly", "calibrate", "--model", folder, *both)
+    return f"{text}:", shlex.join(["anomaly", "calibrate", "--model", folder, *both])
 
 
 def _step(step: tuple[str, str]) -> str:

@@ -11,9 +11,6 @@ import hashlib
 import heapq
 import html
 import json
-import os
-import shlex
-import subprocess
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +26,7 @@ from numpy.typing import ArrayLike
 
 from anomaly.calibration.rates import percent
 from anomaly.calibration.thresholds import Thresholds
-from anomaly.desk.advice import flagged_line
+from anomaly.desk.advice import command, flagged_line
 from anomaly.errors import ImageError, counted
 from anomaly.imaging.pool import read_one
 from anomaly.imaging.read import Decoding, read_image
@@ -43,7 +40,7 @@ from anomaly.maps.heatmap import (
     display,
     thumbnail,
 )
-from anomaly.scoring.build import flatten, to_dict
+from anomaly.scoring.build import to_dict
 from anomaly.scoring.model import Model
 
 _PAGE = """\
@@ -132,11 +129,6 @@ def photograph_html(
     return figure_html(picture, caption)
 
 
-def command_line(*words: str) -> str:
-    """A shell command, its words quoted for this system."""
-    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
-
-
 def table_html(titles: Iterable[str], rows: Iterable[str]) -> str:
     """A table of titles (HTML) and rows (from `row_html`)."""
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
@@ -164,8 +156,7 @@ def shown_time(utc: str) -> str:
 
 def asset(name: str) -> str:
     """The text of a file in assets/."""
-    text = files("anomaly.report").joinpath("assets", name).read_text("utf-8")
-    return text.replace("\r\n", "\n")  # git may have changed them on Windows
+    return files("anomaly.report").joinpath("assets", name).read_text("utf-8")
 
 
 def embedded(data: Mapping[str, Any]) -> str:
@@ -189,7 +180,7 @@ def _fingerprint(text: str) -> str:
     return f"'sha256-{digest}'"
 
 
-_PIXELS = 1_440_000  # at most, of the picture on the page for regions
+_PIXELS = 1_440_000  # most pixels of the picture on the page for regions
 
 
 def region_page(path: Path, decoding: Decoding) -> str:
@@ -205,12 +196,13 @@ def region_page(path: Path, decoding: Decoding) -> str:
     small = thumbnail(display(read_one(read_image, path, decoding, about=path)), _PIXELS)
     width, height = small.source
     photo = f"data:image/jpeg;base64,{pictured(small)['photo']}"
+    data = {"name": path.name, "width": width, "height": height, "photo": photo}
     return page(
         f"Where to look: {path.name}",
         asset("region.html"),
-        styles=("base.css", "report.css", "region.css"),
+        styles=(*_STYLES, "region.css"),
         scripts=("region.js",),
-        data={"name": path.name, "width": width, "height": height, "photo": photo},
+        data=data,
     )
 
 
@@ -223,6 +215,7 @@ def pictured(small: Thumbnail | None) -> dict[str, Any]:
 
 
 _STYLES = ("base.css", "report.css")
+# In the order in which one uses the other.
 _SCRIPTS = (
     *("parts.js", "histogram.js", "counts.js", "curves.js"),
     *("tiles.js", "viewer.js", "main.js"),
@@ -239,7 +232,8 @@ class About:
         thresholds: the model's own; None where it has none.
         folder: folder of the model, as the user named it; empty for a model in memory.
         model_id: identifier of the model, from its content.
-        settings: the model's config as plain values.
+        settings: the model's settings by dotted key, such as `image.area`.
+        engine: program that runs the network: torch, onnx or openvino.
     """
 
     method: str
@@ -248,13 +242,38 @@ class About:
     folder: str
     model_id: str
     settings: Mapping[str, Any]
+    engine: str = "torch"
 
     @classmethod
     def of(cls, model: Model, folder: str | Path) -> About:
         """Facts of a model in a folder, as the user named it."""
-        settings = to_dict(model.config)
-        folder, limits = str(folder), model.thresholds
-        return cls(model.method, model.unit, limits, folder, model.model_id, settings)
+        return cls(
+            model.method,
+            model.unit,
+            model.thresholds,
+            str(folder),
+            model.model_id,
+            dict(_flattened(to_dict(model.config))),
+            model.extractor.engine,
+        )
+
+    @property
+    def run(self) -> Path | None:
+        """The folder for commands that change the model; None for an export, or without a folder.
+
+        It is absolute, so that a command holds in any working directory.
+        """
+        exported = self.engine != "torch"
+        return None if exported or not self.folder else Path(self.folder).absolute()
+
+
+def _flattened(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested settings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def model_page(
@@ -278,11 +297,7 @@ def model_page(
         notes: remarks on the thresholds, for people.
     """
     limits = model.thresholds
-    command = ""
-    if model.folder:  # absolute, so that the command holds in any working directory
-        folder = str(Path(model.folder).absolute())
-        command = command_line("anomaly", "calibrate", "--model", folder)
-    network = str(model.settings.get("backbone", {}).get("name", ""))
+    network = str(model.settings.get("backbone.name", ""))
     model_id = f"model {model.model_id}" if model.model_id else ""
     about = {
         "name": name,
@@ -296,7 +311,7 @@ def model_page(
             "lines": [*limits.lines(), *notes] if limits else [],
         },
         "colours": {"stops": colour_stops(), "opacity": OPACITY},
-        "command": command,
+        "command": command("calibrate", "--model", model.run) if model.run else "",
         "facts": [
             {"title": title, "rows": [[k, str(v)] for k, v in rows.items() if v not in (None, "")]}
             for title, rows in facts.items()
@@ -312,7 +327,7 @@ def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[st
 
     Args:
         model: facts of the model; without thresholds the table is empty.
-        scores: (n,) image scores; without any the table is empty.
+        scores: (n,) scores of images without a reason for review; without any the table is empty.
         all_good: True where people have labelled all images good; advice is left out then, as it
             would ask to look at them.
     """
@@ -330,10 +345,11 @@ def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[st
         ]
         for name, limit in limits.items()
     ]
-    promised, folder = limits["flagged"].false_rejects, model.folder or "RUN"
-    line = "" if all_good else flagged_line(counts["flagged"], len(values), promised, folder)
+    promised = limits["flagged"].false_rejects
+    line = flagged_line(counts["flagged"], len(values), promised, model.run or "RUN")
     images = counted(len(values), "good image" if all_good else "image")
-    return {"head": ["", "promised of good parts", "at most", images], "rows": rows, "line": line}
+    head = ["", "promised of good parts", "at most", images]
+    return {"head": head, "rows": rows, "line": "" if all_good else line}
 
 
 NAMED = 200  # at most so many images that couldn't be scored are named
@@ -363,20 +379,20 @@ def gallery_html(
         facts: names and values of a table on the run.
         learned: sha256 of the training images.
     """
-    tally = _Tally(about, learned)
+    tally = _Tally(learned)
     # Earlier rows win among equals, so that the page depends on nothing but the rows.
     shown = heapq.nlargest(
         SHOWN, tally.scored(rows), lambda pair: (bool(pair[1].reason), pair[1].image_score or 0.0)
     )
     images = [_image(row, output, thumbnails) for _, row in sorted(shown)]
-    scored = len(tally.scores) + len(tally.odd)
+    scores = tally.new + tally.known
+    scored = len(scores) + len(tally.odd)
     total = scored + tally.refused
     left_out = ""
     if tally.learned:
         left_out = (
             f"{tally.learned} of the {total} images were used to train the model: their good "
-            "verdicts say nothing about new images, and the promise is compared with the other "
-            f"{len(tally.new)}. "
+            "verdicts say nothing about new images, so the promise isn't compared with them. "
         )
     if scored > len(shown):
         left_out += (
@@ -390,14 +406,14 @@ def gallery_html(
         "provenance": [("scored until", utc_now()), ("input", inputs)],
         "types": [],
         "images": images,
-        "scores": _encoded(tally.scores),
+        "scores": _encoded(scores),
         "odd": _encoded(tally.odd),
         "left_out": left_out,
         "refused": {"rows": tally.reasons, "count": tally.refused},
         "figures": [],
         "glossary": {},
     }
-    tables = {"Run": facts, "Settings": dict(flatten(about.settings))}
+    tables = {"Run": facts, "Settings": about.settings}
     counted = f"{scored} of {total} images scored"
     return model_page(name, about, f"{name} – {inputs}", counted, tables, data)
 
@@ -406,33 +422,26 @@ class _Tally:
     """Counts and scores of a run, in memory that doesn't grow with its rows' texts.
 
     Args:
-        about: facts of the model.
         training_images: sha256 of the training images.
 
     Attributes:
-        scores: scores of images without a reason for review.
+        new: scores of new images without a reason for review.
+        known: scores of training images without a reason for review.
         odd: scores of images with a reason for review.
-        new: scores of all but training images, raised above the review threshold where there is a
-            reason for review.
         learned: number of training images among the rows.
         refused: number of images without a score.
-        reasons: names, states and reasons of the first `NAMED` of them.
+        reasons: names, states and reasons of the first `NAMED` of these.
     """
 
-    def __init__(self, about: About, training_images: frozenset[str]) -> None:
-        self.scores, self.odd, self.new = array("d"), array("d"), array("d")
+    def __init__(self, training_images: frozenset[str]) -> None:
+        self.new, self.known, self.odd = array("d"), array("d"), array("d")
         self.learned = self.refused = 0
         self.reasons: list[dict[str, str]] = []
         self._training_images = training_images
-        limits = about.thresholds
-        # The lowest score that counts as flagged.
-        self._flagged = -np.inf if limits is None else np.nextafter(limits.review, np.inf)
 
     def scored(self, rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
         """Count rows, and pass on those with a score, each with its number."""
         for number, row in enumerate(rows):
-            learned = row.image_sha256 in self._training_images
-            self.learned += learned
             if row.image_score is None:
                 self.refused += 1
                 # Memory stays bounded however many images fail.
@@ -440,10 +449,10 @@ class _Tally:
                     reason = row.reason.removeprefix(f"{row.path}: ")
                     self.reasons.append({"name": row.path, "status": row.status, "reason": reason})
                 continue
-            if not learned:
-                least = self._flagged if row.reason else -np.inf
-                self.new.append(max(row.image_score, least))
-            (self.odd if row.reason else self.scores).append(row.image_score)
+            learned = row.image_sha256 in self._training_images
+            self.learned += learned
+            scores = self.known if learned else self.new
+            (self.odd if row.reason else scores).append(row.image_score)
             yield number, row
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from anomaly.calibration.rates import rate_of
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets.samples import GOOD, Sample
-from anomaly.desk.advice import Run, Weakness, of_images, review_rates
+from anomaly.desk.advice import Run, Weakness, evaluation_weaknesses, review_rates
 from anomaly.errors import AnomalyError, counted
 from anomaly.evaluation.evaluate import Evaluation, Mask, score_test_split
 from anomaly.evaluation.metrics import NO_DEFECT_MASKS, NO_MASKS, Confusion
@@ -38,7 +38,6 @@ from anomaly.report.page import (
     utc_now,
 )
 from anomaly.runtime import Progress, __version__
-from anomaly.scoring.build import flatten
 from anomaly.scoring.model import Model, Prediction, Scored
 from anomaly.storage.folder import find_model
 from anomaly.storage.thresholds import thresholds_alone_differ
@@ -72,7 +71,6 @@ class Category:
         training: content of the run's train.json; empty without one.
         data_folder: folder of the test images.
         date: time of the evaluation, in UTC.
-        engine: program that ran the network: torch, onnx or openvino.
         seconds: time of scoring the test split.
         tiles: pictures for the page's scripts, by the images' indices in the test split; empty
             once the report is written.
@@ -85,7 +83,6 @@ class Category:
     training: Mapping[str, Any] = field(default_factory=dict)
     data_folder: str = ""
     date: str = ""
-    engine: str = "torch"
     seconds: float = 0.0
     tiles: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     weaknesses: tuple[Weakness, ...] = ()
@@ -227,11 +224,10 @@ def evaluated(
         training=training,
         data_folder=data_folder,
         date=utc_now(),
-        engine=detector.extractor.engine,
         seconds=seconds,
         tiles=tiles,
-        weaknesses=of_images(run, evaluation.scored),
-        rates=review_rates(run, evaluation.scored),
+        weaknesses=evaluation_weaknesses(run, evaluation),
+        rates=review_rates(run, evaluation),
     )
 
 
@@ -385,7 +381,7 @@ def _by_type(category: Category) -> Iterator[dict[str, Any]]:
 def _facts(category: Category) -> dict[str, dict[str, Any]]:
     """Tables of names and values for the model's part of the page, by title."""
     training, scored = category.training, len(category.evaluation.scored)
-    settings = dict(flatten(category.about.settings))
+    settings = dict(category.about.settings)
     # Hashes of the images that `tune` used: their number is enough for people.
     if chosen_by := settings.get("chosen_by"):
         settings["chosen_by"] = f"{len(chosen_by)} images"
@@ -398,7 +394,7 @@ def _facts(category: Category) -> dict[str, dict[str, Any]]:
     }
     measured = {
         "anomaly": __version__,
-        "engine": category.engine,
+        "engine": category.about.engine,
         "seconds": f"{category.seconds:.1f}",
         "images a second": f"{scored / category.seconds:.1f}" if category.seconds else "",
     }

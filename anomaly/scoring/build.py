@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -250,12 +249,3 @@ def to_dict(config: Config) -> dict[str, Any]:
         if values["image"][part] and values["image"][part]["png"]:
             values["image"][part]["png"] = name
     return values
-
-
-def flatten(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of the nested settings from `to_dict`."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value

@@ -15,7 +15,16 @@ from conftest import FAST, MadeOnce, run_command, write_product
 from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand, thresholds_from
 from anomaly.datasets.layouts import open_dataset
 from anomaly.datasets.samples import Sample
-from anomaly.desk.advice import Run, lines, of_images, of_training, review_rates
+from anomaly.desk.advice import (
+    Run,
+    Weakness,
+    evaluation_weaknesses,
+    review_rates,
+    training_weaknesses,
+    weakness_lines,
+)
+from anomaly.evaluation.evaluate import Evaluation
+from anomaly.evaluation.metrics import Metrics
 from anomaly.report.report import evaluated
 from anomaly.scoring.model import Scored, score
 from anomaly.storage.models import load_model
@@ -72,19 +81,27 @@ def scored(run: Run, files: list[Path], kind: str) -> list[Scored]:
     return score(run.model, [Sample(file, file.name, kind) for file in files])
 
 
+def evaluation(run: Run, images: Sequence[Scored]) -> Evaluation:
+    return Evaluation("part", tuple(images), Metrics({}), thresholds=run.model.thresholds)
+
+
+def of_images(run: Run, images: Sequence[Scored]) -> tuple[Weakness, ...]:
+    return evaluation_weaknesses(run, evaluation(run, images))
+
+
 def test_a_good_model_gets_no_advice(run: Run, tmp_path: Path) -> None:
     good = scored(run, write(tmp_path / "good", unchanged, range(100, 124)), "good")
     bad = scored(run, write(tmp_path / "bad", scratched, range(200, 212)), "scratch")
     assert of_images(run, [*good, *bad]) == ()
-    assert of_training(run) == ()
-    assert lines([]) == []
+    assert training_weaknesses(run) == ()
+    assert weakness_lines([]) == []
 
 
 def test_good_parts_that_are_flagged(run: Run, tmp_path: Path) -> None:
     images = scored(run, write(tmp_path / "good", with_hole, range(100, 124)), "good")
     (only,) = of_images(run, images)
-    assert "24 of 24 good images are flagged (100 %)" in only.what
-    assert "expected for good parts like the training images" in only.what
+    assert "24 of 24 good images are flagged (100 %)" in only.finding
+    assert "expected for good parts like the training images" in only.finding
     assert shlex.split(only.command)[:2] == ["anomaly", "update"]
 
 
@@ -96,14 +113,14 @@ def test_defects_that_pass(run: Run) -> None:
     missed = [passing(f"{i}.png") for i in range(8)]
     caught = [replace(passing(), score=1e6)] * 4
     first = of_images(run, [*missed, *caught])[0]
-    assert first.what == "8 of 12 defects pass as good (67 %)."
+    assert first.finding == "8 of 12 defects pass as good (67 %)."
     assert shlex.split(first.command)[:2] == ["anomaly", "tune"]
     config = run.model.config.model_copy(update={"chosen_by": ("0" * 16,)})
     tuned = replace(run, model=replace(run.model, config=config))
     why = ["anomaly", "explain", "0.png", "--model", str(run.folder)]
     for of, among in ((tuned, missed), (run, missed[:3])):  # three are too few to tune with
         assert shlex.split(of_images(of, among)[0].command) == why
-    assert len(lines([first] * 4)) == 3
+    assert len(weakness_lines([first] * 4)) == 3
 
 
 def test_patches_too_coarse_for_the_defects(run_folder: Path, tmp_path: Path) -> None:
@@ -117,7 +134,7 @@ def test_patches_too_coarse_for_the_defects(run_folder: Path, tmp_path: Path) ->
     samples = open_dataset("mvtec", product, None).test
     tested = ("--defects", "FOLDER")
     found = evaluated(blind, samples, product, tested=tested, folder=run_folder).weaknesses[1]
-    assert re.match(r"3 of 3 missed defects are narrower than a patch: 2", found.what)
+    assert re.match(r"3 of 3 missed defects are narrower than a patch: 2", found.finding)
     assert "image.area=" in found.command
 
 
@@ -138,7 +155,7 @@ def test_a_finer_setting_is_named(
     record = {**run.record, "patch_size": {"pixels": [pixels, pixels]}}
     large = replace(run, model=replace(run.model, config=other), record=record)
     found = of_images(large, [passing(width=6.0)] * 12)
-    commands = [weakness.command for weakness in found if "narrower" in weakness.what]
+    commands = [weakness.command for weakness in found if "narrower" in weakness.finding]
     assert [setting in command for command in commands] == [True] * (setting is not None)
 
 
@@ -150,8 +167,8 @@ def judged_by(run: Run, scores: Sequence[float], **record: object) -> Run:
 
 
 def test_few_good_images(run: Run) -> None:
-    first = of_training(judged_by(run, [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]))[0]
-    assert "6 good images can't guarantee a false-reject rate below 39 %" in first.what
+    first = training_weaknesses(judged_by(run, [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]))[0]
+    assert "6 good images can't guarantee a false-reject rate below 39 %" in first.finding
     assert "Use 299 images for 1 %" in first.remedy
     assert "lens cap" in first.remedy
 
@@ -159,15 +176,15 @@ def test_few_good_images(run: Run) -> None:
 def test_a_defect_among_the_training_images(run: Run) -> None:
     scores = [4.0, *np.linspace(2.0, 2.45, ENOUGH - 1)]
     dirty = judged_by(run, scores, stand_out={"000.png": 4.0, "001.png": 2.0})
-    first = of_training(dirty)[0]
+    first = training_weaknesses(dirty)[0]
     assert re.match(
         r"2 training images look unlike all others: 000\.png, 001\.png\. Without 000\.png the "
         r"reject threshold would be 2\.4\S+ instead of 4\.\S+\.$",
-        first.what,
+        first.finding,
     )
     assert shlex.split(first.command)[:2] == ["anomaly", "train"]
     left_out = replace(dirty, record={**dirty.record, "left_out": True})
-    assert not any("unlike" in weakness.what for weakness in of_training(left_out))
+    assert not any("unlike" in weakness.finding for weakness in training_weaknesses(left_out))
 
 
 def test_other_review_rates_are_listed_where_they_would_catch_more(run: Run) -> None:
@@ -176,10 +193,12 @@ def test_other_review_rates_are_listed_where_they_would_catch_more(run: Run) -> 
     between = (thresholds_from(limits.good, 0.2, reject).review + limits.review) / 2
     good = Scored(Sample(Path("good.png"), "good.png"), 0.0)
     missed = Scored(Sample(Path("hole.png"), "hole.png", "hole"), between)
-    _, *rows, command = [line.split() for line in review_rates(run, [good, missed])]
+    _, *rows, command = [
+        line.split() for line in review_rates(run, evaluation(run, [good, missed]))
+    ]
     assert rows[-1] == ["20", "%", "1", "of", "1", "0", "of", "1"]
     assert f"{present:.0%} 0 of 1".replace("%", " % (now)").split() == [
         word for row in rows if "(now)" in row for word in row[:6]
     ]
     assert command[-2:] == ["--review-rate", "RATE"]
-    assert review_rates(run, [good]) == ()
+    assert review_rates(run, evaluation(run, [good])) == ()

@@ -82,7 +82,7 @@ def case(
         i: tiles[i % len(tiles)] if tiles else picture(s.sample.is_defect)
         for i, s in enumerate(scored)
     }
-    settings = {"model": {"kind": "patchcore"}, "backbone": {"name": "resnet18"}}
+    settings = {"model.kind": "patchcore", "backbone.name": "resnet18"}
     evaluation = Evaluation(
         name,
         tuple(scored),

@@ -307,7 +307,7 @@ def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
         sample = rows[i + 10].sample
         rows[i + 10] = Scored(replace(sample, defect_type=name), rows[i + 10].score, name)
     rows.append(Scored(Sample(Path("x"), HOSTILE[0], HOSTILE[0]), None, HOSTILE[1]))
-    settings = {"model": {HOSTILE[0]: HOSTILE[1]}}
+    settings = {HOSTILE[0]: HOSTILE[1]}
     about = replace(category.about, folder=HOSTILE[1], settings=settings)
     category = replace(rescored(category, rows), about=about)
     opened(browser, tmp_path, category)

@@ -218,8 +218,8 @@ function showHead() {
 function showWeaknesses() {
   const weaknesses = data.weaknesses || [];
   byId("weaknesses").hidden = !weaknesses.length;
-  byId("weaknesses").querySelector("ol").replaceChildren(...weaknesses.map(({ what, remedy, command }) =>
-    element("li", {}, element("b", {}, visible(what)), ` ${visible(remedy)}`,
+  byId("weaknesses").querySelector("ol").replaceChildren(...weaknesses.map(({ finding, remedy, command }) =>
+    element("li", {}, element("b", {}, visible(finding)), ` ${visible(remedy)}`,
       ...(command ? [element("code", {}, visible(command))] : []))));
 }
 
