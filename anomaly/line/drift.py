@@ -16,6 +16,8 @@ by that of independent parts (design effect: Kish 1965).
 from __future__ import annotations
 
 import math
+import sqlite3
+import sys
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -252,13 +254,35 @@ class Drift:
         return "as promised", ""
 
 
-# Images that a person has called defects are left out, however often they were scored.
-_RECORDED = f"""
-SELECT id, score FROM parts WHERE model_id = ? AND score IS NOT NULL
-AND COALESCE (json_extract (line, '$.reason'), '') = '' AND sha256 NOT IN (
-    SELECT sha256 FROM {JUDGED} WHERE verdict = 'defect') ORDER BY id DESC LIMIT {HORIZON}
+# Images that people have called defects are left out, however often they were scored. Views of one
+# part count once.
+_SCORES = f"""
+SELECT MIN (id), MAX (score) FROM (
+    SELECT id, score, NULLIF (json_extract (line, '$.group'), '') AS views FROM parts
+    WHERE model_id = ? AND score IS NOT NULL AND COALESCE (json_extract (line, '$.reason'), '') = ''
+    AND sha256 NOT IN (SELECT sha256 FROM {JUDGED} WHERE verdict = 'defect') AND {{condition}}
+    ORDER BY id DESC LIMIT ?) GROUP BY COALESCE (views, id)
 """
 _NEWEST = "SELECT (SELECT MAX (id) FROM feedback), (SELECT COALESCE (MAX (id), 0) FROM parts)"
+
+
+def scores_of(
+    db: sqlite3.Connection,
+    model_ids: Collection[str],
+    condition: str = "TRUE",
+    most: int = sys.maxsize,
+) -> list[float]:
+    """Scores of recorded parts that were judged by their score, in the order of the parts.
+
+    Args:
+        db: as `open_to_read` gives it.
+        model_ids: ids of the models that have scored them.
+        condition: an SQL expression that is true for the parts wanted.
+        most: largest number of scores; the newest count.
+    """
+    query = _SCORES.format(condition=condition)
+    rows = [row for model in model_ids for row in db.execute(query, (model, most))]
+    return [score for _, score in sorted(rows)][-most:]
 
 
 class RecordedDrift:
@@ -281,7 +305,6 @@ class RecordedDrift:
             db.execute("BEGIN")
             newest = db.execute(_NEWEST).fetchone()
             if newest != self._newest:
-                found = [row for own in self._ids for row in db.execute(_RECORDED, (own,))]
-                scores = [score for _, score in sorted(found)[-HORIZON:]]
+                scores = scores_of(db, self._ids, most=HORIZON)
                 self._drift, self._newest = Drift(self._levels, scores), newest
         return self._drift

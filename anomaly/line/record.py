@@ -7,8 +7,8 @@
     outboxes   the last part that each receiver has confirmed
 
 It has a write-ahead log, and each batch is one transaction: after `add` returns, its rows survive
-a crash. A file may come from elsewhere: `open_to_read` checks its tables and values. Imports no
-torch.
+a crash. A file may come from elsewhere: `open_to_read` checks its tables, whose types check the
+values. Imports no torch.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ _DROP = """
 DELETE FROM pictures WHERE part = (SELECT part FROM pictures ORDER BY asked, part LIMIT 1)
 """
 _PROMISE = "INSERT OR IGNORE INTO promises VALUES (?, ?)"
-# Each person's last judgement of an image counts, unless that person has withdrawn it.
+# True of rows of `feedback` that count: each person's last judgement of an image, unless withdrawn.
 _COUNTS = """
 verdict IN ('good', 'defect') AND NOT EXISTS (SELECT 1 FROM feedback AS later WHERE
     later.sha256 = feedback.sha256 AND later.who = feedback.who AND later.id > feedback.id)
 """
-# The last one of each image that counts.
+# For each image, the newest judgement that counts, whoever gave it.
 JUDGED = f"""
 (SELECT part, sha256, verdict, defect_type, MAX (id) AS id FROM feedback
  WHERE {_COUNTS} GROUP BY sha256)
 """
-_PAST = 200  # newest pictures that nobody has judged
-# The judged images that models have scored, with the picture of their newest part that has one.
+_PAST = 200  # newest unjudged pictures that `update` compares
+# The judged images that given models have scored, each with the newest picture that is kept.
 _CONFIRMED = f"""
 SELECT judged.verdict, judged.defect_type, MAX (pictures.part) AS part, file
 FROM {JUDGED} AS judged JOIN parts ON parts.sha256 = judged.sha256
@@ -82,7 +82,7 @@ SELECT MAX (parts.id), pictures.file FROM pictures JOIN parts ON pictures.part =
 WHERE parts.model_id IN ({{marks}}) AND parts.sha256 NOT IN (SELECT sha256 FROM {JUDGED})
 GROUP BY parts.sha256 ORDER BY MAX (parts.id) DESC LIMIT {_PAST}
 """
-# Each part with its image's last judgement, the newest part first.
+# Each part as JSON, with its image's newest judgement.
 _PARTS = f"""
 SELECT json_set (line, '$.id', parts.id, '$.model', parts.model,
     '$.picture', json (iif (pictures.part, 'true', 'false')),
@@ -101,9 +101,9 @@ class Answer:
 
     Attributes:
         model: the model's name in the service.
-        row: the result.
+        row: the result, as `infer` writes it.
         file: the image file's bytes.
-        heatmap: a small JPEG; empty where there is none.
+        heatmap: the heatmap as a JPEG of reduced size; empty if the image wasn't scored.
     """
 
     model: str
@@ -113,14 +113,14 @@ class Answer:
 
 
 class Record:
-    """The record's file. Threads may share it.
+    """The record's file, open to be written. Threads may share it.
 
     Nothing can be recorded while the file is gone or was changed by another program.
 
     Args:
         file: created if missing.
-        goods: share of good parts whose picture is kept, drawn by their numbers; those of parts
-            not called good, and of judged ones, always are.
+        goods: share of good parts whose picture is kept, drawn by their numbers; pictures of
+            judged parts, and of parts not called good, are always kept.
         megabytes: limit for all pictures; above it the oldest are deleted, good parts first.
 
     Attributes:
@@ -150,7 +150,7 @@ class Record:
             self._db.close()
 
     def trouble(self) -> str:
-        """Why the record can't be written; empty if it can. After an error it tries again."""
+        """The reason that the record can't be written now, which is tried; empty if it can."""
         with suppress(OutputError), self.changing():
             pass
         return self._trouble
@@ -172,7 +172,7 @@ class Record:
                 return [self._add(db, answer) for answer in answers]
 
     def put(self, answer: Answer) -> Future[int]:
-        """Record a result after those put before; the part's number once it is on disk."""
+        """Record a result after those put before; gives the part's number once it is on disk."""
         return self._writer.submit(lambda: self.add([answer])[0])
 
     def _add(self, db: sqlite3.Connection, answer: Answer) -> int:
@@ -209,10 +209,10 @@ class Record:
         Args:
             verdict: `good` or `defect`; empty to withdraw this person's last judgement.
             who: name of the person.
-            part: its number.
+            part: the part's number.
             defect_type: kind of defect.
             note: free text.
-            picture: its image file and small heatmap, kept from now on if they weren't.
+            picture: the part's image file and heatmap, to be kept if the record has none.
 
         Raises:
             DataError: there is no such part, its image couldn't be read, or this person has no
@@ -220,61 +220,62 @@ class Record:
             OutputError: the disk is full.
         """
         with self.changing() as db:
-            found = db.execute("SELECT sha256, status FROM parts WHERE id = ?", (part,)).fetchone()
-            if found is None or found[1] != "ok":
-                what = "has no image that could be read" if found else "doesn't exist"
-                raise DataError(f"part {part} {what}; nothing was recorded")
+            row = db.execute("SELECT sha256, status FROM parts WHERE id = ?", (part,)).fetchone()
+            sha256, status = row or ("", "missing")
+            if status != "ok":
+                trouble = "has no image that could be read" if row else "doesn't exist"
+                raise DataError(f"part {part} {trouble}; nothing was recorded")
             own = f"SELECT 1 FROM feedback WHERE sha256 = ? AND who = ? AND {_COUNTS}"
-            if not (verdict or db.execute(own, (found[0], who)).fetchone()):
+            if not (verdict or db.execute(own, (sha256, who)).fetchone()):
                 name = who or "someone without a name"
                 raise DataError(f"no judgement by {name} to take back; nothing was recorded")
             db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (part, found[0], who, verdict, defect_type, note, in_utc(datetime.now(UTC))),
+                (part, sha256, who, verdict, defect_type, note, in_utc(datetime.now(UTC))),
             )
             if picture is not None:
                 self._keep(db, part, True, *picture)
 
     def parts(
-        self, before: int | None = None, verdict: str = "", limit: int = 60, model: str = ""
+        self,
+        before: int | None = None,
+        verdict: str = "",
+        limit: int = 60,
+        model: str = "",
+        number: int | None = None,
     ) -> list[dict[str, Any]]:
         """The newest parts, the newest first.
 
         Args:
-            before: only those with a lower number.
-            verdict: only those with this verdict; empty for all.
+            before: only parts with a lower number.
+            verdict: only parts with this verdict; empty for all.
             limit: largest number of parts.
-            model: only those of this model; empty for all.
+            model: only parts of this model; empty for all.
+            number: only the part of this number.
 
         Returns:
-            Rows as of results.jsonl, with `id`, `model`, whether its picture is kept (`picture`),
-            and the image's last judgement (`feedback`).
+            Rows as of results.jsonl, with `id`, `model`, `picture` (whether the record has one),
+            and `feedback` (the image's newest judgement, or None).
         """
         wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict, "parts.model = ?": model}
+        wanted["parts.id = ?"] = number
         conditions = {condition: value for condition, value in wanted.items() if value}
         where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
-        rows = self.read(
-            f"{_PARTS} {where}ORDER BY parts.id DESC LIMIT ?", (*conditions.values(), limit)
-        )
-        return [from_json(line) for (line,) in rows]
-
-    def part(self, number: int) -> dict[str, Any] | None:
-        """One part, as in `parts`; None if there is none of this number."""
-        rows = self.read(f"{_PARTS} WHERE parts.id = ?", (number,))
-        return from_json(rows[0][0]) if rows else None
+        query = f"{_PARTS} {where}ORDER BY parts.id DESC LIMIT ?"
+        return [from_json(line) for (line,) in self.read(query, (*conditions.values(), limit))]
 
     def picture(self, number: int, kind: Literal["file", "heatmap"]) -> bytes | None:
-        """A part's image file or small heatmap; None if it isn't kept."""
+        """A part's image file or heatmap; None if the record has no picture of the part."""
         rows = self.read(f"SELECT {kind} FROM pictures WHERE part = ?", (number,))
         return (rows[0][0] or None) if rows else None
 
     def counts(self, since: str, model: str = "") -> dict[str, int]:
-        """Number of parts since a time (ISO 8601, UTC), by verdict, or by status without one.
+        """Number of parts by verdict, or by status if they couldn't be scored.
 
         Args:
-            since: the time.
-            model: only its parts; empty for all.
+            since: only parts since this time (ISO 8601, UTC).
+            model: only parts of this model; empty for all.
         """
         rows = self.read(
             "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS outcome, COUNT (*)"
@@ -284,13 +285,13 @@ class Record:
         return {outcome or "no verdict": count for outcome, count in rows}
 
     def read(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """The rows of a query, read beside what is being written; see `open_to_read`."""
+        """The rows of a query, on a connection of its own, so that it never waits for writers."""
         with open_to_read(self.file) as db:
             return db.execute(query, values).fetchall()
 
     @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of it is written at its end, or nothing on an error."""
+        """A transaction: all its changes are written at its end, or none on an error."""
         with self._lock, self._explained():
             self._check_place()
             if self._trouble and shutil.disk_usage(self.file.parent).free < self._needed:
@@ -304,7 +305,7 @@ class Record:
             self._trouble = ""
 
     def _check_place(self) -> None:
-        """Refuse to write to a file that nobody would find; SQLite alone wouldn't notice."""
+        """Refuse to write to a file that was moved or replaced, which SQLite doesn't notice."""
         if _places(self.file) != self._places:
             raise OutputError(
                 f"{self.file} was removed or changed by another program; put it back, or end serve "
@@ -313,12 +314,13 @@ class Record:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """The error of a failed write, remembered until a write succeeds."""
+        """Turn errors of a write into `OutputError`, and remember the reason as `trouble`."""
         try:
             yield
         except (sqlite3.Error, OSError, OutputError) as error:
-            known = isinstance(error, OutputError)
-            reason = str(error) if known else f"{self.file} can't be used: {_why(error)}"
+            reason = str(error) if isinstance(error, sqlite3.Error) else why(error)
+            if not isinstance(error, OutputError):
+                reason = f"{self.file} can't be used: {reason}"
             reason = visible(reason)
             if self._places and not self._trouble:  # at the start the caller reports it
                 log.error("%s", reason)
@@ -347,21 +349,29 @@ def _opened(file: Path) -> sqlite3.Connection:
 
 @contextmanager
 def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
-    """Open a record to read. It needn't be writable; others may be writing to it.
+    """A connection to a record of `serve`, or to the rows in results.jsonl as a record in memory.
 
     Each value is of its column's type; `line` in `parts` is a `Row` as JSON.
 
     Raises:
         DataError: the file can't be read, isn't a record, was copied without its log, or holds
-            what `serve` doesn't write.
+            what neither `serve` nor `infer` writes.
     """
+    opened = _rows_in_memory if file.suffix == ".jsonl" else _recorded
+    with opened(file) as db:
+        yield db
+
+
+@contextmanager
+def _recorded(file: Path) -> Iterator[sqlite3.Connection]:
+    """The record needn't be writable; others may be writing to it."""
     place = file.resolve()
     logged = any(Path(f"{place}{end}").exists() for end in _LOGS)
     writable = os.access(place.parent, os.W_OK)
     # Without `immutable` SQLite makes logs beside a record, which a read-only folder refuses.
-    how = "mode=ro" if logged or writable else "mode=ro&immutable=1"
+    mode = "mode=ro" if logged or writable else "mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(f"{place.as_uri()}?{how}", uri=True)) as db:
+        with closing(sqlite3.connect(f"{place.as_uri()}?{mode}", uri=True)) as db:
             if foreign := _foreign(db):
                 raise DataError(f"{file} {foreign}; give a record of serve")
             if not db.execute(_STATE).fetchone()[1]:
@@ -371,19 +381,14 @@ def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
                 )
             yield db
     except sqlite3.Error as error:
-        fault = f"{file} can't be read as a record of serve: {_why(error)}"
+        reason = f"{file} can't be read as a record of serve: {error}"
         if logged and not writable:
-            fault += f"; copy it and {file.name}-wal into a folder that you can write to"
-        raise DataError(fault) from None
+            reason += f"; copy it and {file.name}-wal into a folder that you can write to"
+        raise DataError(reason) from None
 
 
 @contextmanager
-def open_rows(file: Path) -> Iterator[sqlite3.Connection]:
-    """The rows in results.jsonl as a record in memory, in the order of their times.
-
-    Raises:
-        DataError: the file can't be read, or holds what `infer` doesn't write.
-    """
+def _rows_in_memory(file: Path) -> Iterator[sqlite3.Connection]:
     try:
         lines = file.read_text("utf-8").split("\n")
     except (OSError, UnicodeError) as error:
@@ -399,7 +404,7 @@ def open_rows(file: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _foreign(db: sqlite3.Connection) -> str:
-    """Who else has written a database, for a message; empty for a record or an empty file."""
+    """The reason that a database is no record, for a message; empty for one or an empty file."""
     version, tables = db.execute(_STATE).fetchone()
     if version not in (0, _FORMAT):
         return "was written by another version of this program"
@@ -420,19 +425,15 @@ def _schema() -> str:
 
 
 def _places(file: Path) -> tuple[object, ...]:
-    """Places of the record's three files on the disk; None for a missing one."""
+    """Device and inode of the record and its two logs; None for a missing file."""
     places: list[object] = []
     for end in ("", *_LOGS):
         try:
-            found = Path(f"{file}{end}").stat()
-            places.append((found.st_dev, found.st_ino))
+            entry = Path(f"{file}{end}").stat()
+            places.append((entry.st_dev, entry.st_ino))
         except OSError:
             places.append(None)
     return tuple(places)
-
-
-def _why(error: Exception) -> str:
-    return why(error) if isinstance(error, OSError) else str(error)
 
 
 def in_utc(moment: datetime) -> str:
@@ -447,13 +448,13 @@ def in_utc(moment: datetime) -> str:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """Pictures of a record.
+    """Pictures of a record, written to files.
 
     Attributes:
-        good: of parts that people have called good.
-        defects: of parts that people have called defects.
-        past: of the newest parts that nobody has judged.
-        lost: number of judged parts whose picture isn't kept.
+        good: images that people have called good.
+        defects: images that people have called defects.
+        past: images of the newest parts that nobody has judged.
+        lost: number of judged images whose picture isn't kept.
     """
 
     good: list[Sample]
@@ -465,12 +466,12 @@ class Confirmed:
 def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> Confirmed:
     """Write pictures of a record into a folder.
 
-    The last judgement of an image counts. Parts of other models are left out.
+    The newest judgement of an image counts. Parts of other models are left out.
 
     Args:
         record: the record of `serve`, which may be in use.
-        model_ids: ids of the model and of those it was updated from.
-        folder: an empty one; gets `past/` and, as a data set, `judged/good/` and
+        model_ids: ids of the model and of the models it was updated from.
+        folder: an empty folder; gets `past/` and, as a data set, `judged/good/` and
             `judged/defect/<type>/`.
 
     Raises:
@@ -481,8 +482,7 @@ def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> C
     samples: dict[str, list[Sample]] = {"good": [], "defect": []}
     lost = 0
     with open_to_read(record) as db:
-        rows = db.execute(_CONFIRMED.format(marks=marks), (*model_ids,))
-        for verdict, kind, part, file in rows:
+        for verdict, kind, part, file in db.execute(_CONFIRMED.format(marks=marks), (*model_ids,)):
             if file is None:
                 lost += 1
                 continue
@@ -501,7 +501,7 @@ def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> C
 
 
 def safe_name(text: str) -> str:
-    """A kind of defect as the name of a visible folder."""
+    """A kind of defect as a folder's name, which leads nowhere else and isn't hidden."""
     return short_name(re.sub(r"[^\w .-]|^\.|\.$", "_", text.strip()) or "_")
 
 

@@ -20,12 +20,16 @@ from anomaly.desk.advice import DEFECT_SHARE, LEAST_PARTS, compare_flagged
 from anomaly.errors import AnomalyError, DataError, visible
 from anomaly.files.tables import csv_text
 from anomaly.files.writing import claim, from_json, like, locked, write
-from anomaly.line.drift import Drift, Promise
-from anomaly.line.record import JUDGED, in_utc, open_rows, open_to_read
+from anomaly.line.drift import Drift, Promise, scores_of
+from anomaly.line.record import JUDGED, in_utc, open_to_read
 from anomaly.report.page import figure_html, row_html, table_html, table_page, utc_now
 from anomaly.storage.folder import checked, find_model, model_id
 from anomaly.storage.models import read_folder
-from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
+from anomaly.storage.thresholds import (
+    earlier_versions,
+    read_thresholds,
+    thresholds_alone_differ,
+)
 
 PAGE = "report.html"
 _NAMES = ("yield", "judgements", "promises", "versions", "kinds", "times", "feedback")
@@ -47,6 +51,7 @@ _DRIFTED = "The scores have drifted: check lamp, lens and product."
 _Cell: TypeAlias = str | int | float | Rate | None
 _Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
 _HOURLY = timedelta(days=2)  # longest period that is counted by the hour
+_OF_THE_PERIOD = "id IN (SELECT id FROM seen WHERE age = 0)"
 _Promises: TypeAlias = Mapping[str, Promise]  # by the version's id
 
 
@@ -138,7 +143,7 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
     values["bucket"] = "%Y-%m-%d %H:00" if hourly else "%Y-%m-%d"
     values["judged"] = JUDGED
     script = files("anomaly.line").joinpath("assets", "report.sql").read_text("utf-8")
-    with (open_rows if record.suffix == ".jsonl" else open_to_read)(record) as db:
+    with open_to_read(record) as db:
         db.executescript(script.format_map(values))
         yield db
 
@@ -216,7 +221,7 @@ def _promised(
     flagged, false_rejects, defects, escapes = counts
     name = f"{model} {version}"
     if (promise := promises.get(version)) is None:
-        yield [name, "not known to this record", parts, None, None, None, None]
+        yield [name, "unknown: name its run with --model", parts, None, None, None, None]
         return
     for what, rate in promise.rates.items():
         count = flagged if what == "review" else false_rejects
@@ -253,8 +258,7 @@ def _drifts(db: sqlite3.Connection, promises: _Promises) -> Iterator[tuple[str, 
     replaced = {i for own, promise in promises.items() for i in promise.same_scores if i != own}
     for own in promises.keys() - replaced:
         ids, levels = promises[own].same_scores, promises[own].levels
-        query = f"SELECT score FROM scores WHERE model_id IN ({', '.join('?' * len(ids))})"
-        if (drift := Drift(levels, (score for (score,) in db.execute(query, ids)))).parts:
+        if (drift := Drift(levels, scores_of(db, ids, _OF_THE_PERIOD))).parts:
             yield own, drift
 
 
@@ -359,7 +363,7 @@ def run_report(options: argparse.Namespace) -> int:
     record = options.record
     if record.is_dir():  # the output of infer
         record /= "results.jsonl"
-    more = {} if options.model is None else _promise_of(options.model)
+    more = {} if options.model is None else _promises_of(options.model)
     with locked(options.output):
         files, drifted = report(record, period, prices, more)
         claim(options.output, _FILES, overwrite=options.overwrite)
@@ -373,14 +377,16 @@ def run_report(options: argparse.Namespace) -> int:
     return int(drifted)
 
 
-def _promise_of(model: Path) -> _Promises:
-    """The promise of a run's thresholds, by its model's id."""
+def _promises_of(model: Path) -> _Promises:
+    """Promises of a run's thresholds and of its earlier ones, by the version's id."""
     folder = find_model(model)
     read_folder(folder)
     thresholds, own = read_thresholds(folder), model_id(folder)
     if thresholds is None:
         raise DataError(f"{model} has no thresholds; set them with anomaly calibrate")
-    return {own: Promise.given(thresholds, {own, *thresholds_alone_differ(folder)})}
+    earlier = {i: Promise.given(limits, {i}) for i, limits in earlier_versions(folder).items()}
+    # The scores are watched by the present thresholds alone, whichever version has given them.
+    return earlier | {own: Promise.given(thresholds, {own, *thresholds_alone_differ(folder)})}
 
 
 def _prices(words: Sequence[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -121,27 +122,18 @@ class InspectionService:
         Raises:
             ImageError: decoding it took too long or too much.
         """
-        part = self.record.part(number)
+        parts = self.record.parts(number=number)
         file = self._files.get(number) or self.record.picture(number, "file")
-        if part is None or file is None:
+        if not parts or file is None:
             return None
-        slot = self.models.get(part["model"])
+        slot = self.models.get(parts[0]["model"])
         decoding = slot.now.model.loading.decoding if slot and slot.now else DEFAULT
-        return bytes(read_one(photograph, file, decoding, about=Path(part["path"])))
+        return bytes(read_one(photograph, file, decoding, about=Path(parts[0]["path"])))
 
-    def parts(
-        self, before: int | None, verdict: str, limit: int, model: str
-    ) -> list[dict[str, Any]]:
-        """The newest parts, as `Record.parts` gives them; `picture` says whether there is one."""
-        return [self._seen(part) for part in self.record.parts(before, verdict, limit, model)]
-
-    def part(self, number: int) -> dict[str, Any] | None:
-        """One part; None if there is none of this number."""
-        part = self.record.part(number)
-        return None if part is None else self._seen(part)
-
-    def _seen(self, part: dict[str, Any]) -> dict[str, Any]:
-        return part | {"picture": bool(part["picture"] or part["id"] in self._recent)}
+    def parts(self, **wanted: Any) -> list[dict[str, Any]]:
+        """The parts that `Record.parts` gives; `picture` is true of recent heatmaps as well."""
+        parts = self.record.parts(**wanted)
+        return [part | {"picture": part["picture"] or part["id"] in self._recent} for part in parts]
 
     def judge(self, number: int, **judgement: str) -> dict[str, Any]:
         """Record a judgement, as `Record.add_feedback` does; a recent part's picture is kept.
@@ -153,7 +145,7 @@ class InspectionService:
         picture = None if file is None else (file, self._recent.get(number, b""))
         self.record.add_feedback(part=number, picture=picture, **judgement)
         self.news += 1
-        return self.part(number) or {}
+        return self.parts(number=number)[0]
 
     def health(self) -> dict[str, Any]:
         """Whether parts are accepted and recorded; also for clients without a token.
@@ -393,14 +385,14 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         verdict: Literal["", "good", "review", "reject"] = "",
         model: _Model = "",
     ) -> JSONResponse:
-        found = await read(service.parts, before, verdict, limit, model)
-        return JSONResponse({"parts": found})
+        wanted = {"before": before, "verdict": verdict, "limit": limit, "model": model}
+        return JSONResponse({"parts": await read(partial(service.parts, **wanted))})
 
     @app.get("/v1/parts/{number}", summary="One part")
     async def part(number: _Number) -> dict[str, Any]:
-        if (row := await read(service.part, number)) is None:
-            raise HTTPException(404, f"there is no part {number}")
-        return row
+        if rows := await read(partial(service.parts, number=number)):
+            return rows[0]
+        raise HTTPException(404, f"there is no part {number}")
 
     @app.get("/v1/parts/{number}/heatmap", summary="A part's heatmap, reduced in size")
     async def heatmap(number: _Number) -> Response:

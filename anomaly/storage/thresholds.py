@@ -162,6 +162,22 @@ def thresholds_alone_differ(folder: Path) -> frozenset[str]:
     return frozenset({str(entry.get("model_before", "")) for entry in entries} - {""})
 
 
+def earlier_versions(folder: Path) -> dict[str, Thresholds]:
+    """Thresholds of the models that `thresholds_alone_differ` names, by id; a model without: none.
+
+    Raises:
+        ModelError: the history can't be read, or its thresholds are damaged.
+    """
+    file = folder / HISTORY
+    return {
+        str(entry["model_before"]): _thresholds(
+            entry["before"], entry.get("scores_before"), [file] * 2
+        )
+        for entry in _changes(read_history(folder))
+        if entry.get("model_before") and entry.get("before")
+    }
+
+
 def _changes(history: bytes) -> Iterator[dict[str, Any]]:
     """The entries of a history back to the last update; somebody's own lines are passed over."""
     for line in reversed(history.splitlines()):

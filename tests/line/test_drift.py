@@ -18,10 +18,9 @@ from conftest import Command
 from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_from
 from anomaly.errors import DataError
 from anomaly.inference.results import Row, as_jsonl
-from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of
+from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of, scores_of
 from anomaly.line.models import ModelSlot, Version
-from anomaly.line.record import Answer, Record
-from anomaly.line.report import Period, parts_of
+from anomaly.line.record import Answer, Record, open_to_read
 from anomaly.storage.folder import model_id
 from anomaly.storage.models import load_model
 
@@ -126,11 +125,9 @@ def rows(model: str, scores: list[float]) -> list[Row]:
     ]
 
 
-def scores_of(file: Path) -> list[float]:
-    with parts_of(file, Period.of("2026-01-01", "2026-01-02")) as db:
-        return [
-            score for (score,) in db.execute("SELECT score FROM scores WHERE model_id = ?", [OTHER])
-        ]
+def scores(file: Path) -> list[float]:
+    with open_to_read(file) as db:
+        return scores_of(db, [OTHER])
 
 
 def test_rows_are_read_in_order_and_views_of_a_part_count_once(tmp_path: Path) -> None:
@@ -140,7 +137,7 @@ def test_rows_are_read_in_order_and_views_of_a_part_count_once(tmp_path: Path) -
     left_out = [replace(found[0], status="unreadable", image_score=None)]
     left_out += [replace(found[0], reason="another product?"), *rows("1" * 16, [9.0] * 3)]
     (tmp_path / "results.jsonl").write_text(as_jsonl([*left_out, *views[::-1]]), "utf-8")
-    assert scores_of(tmp_path / "results.jsonl") == [3.0, 2.0, 5.0, 6.0]
+    assert scores(tmp_path / "results.jsonl") == [3.0, 2.0, 5.0, 6.0]
 
 
 def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
@@ -149,10 +146,10 @@ def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
                     row.replace("1.0", "1e999"), row.replace("1.0", '"high"')):  # fmt: skip
         file.write_text(content)
         with pytest.raises(DataError, match="holds lines that infer doesn't write"):
-            scores_of(file)
+            scores(file)
     file.write_bytes(b"\xff")
     with pytest.raises(DataError, match="can't be read"):
-        scores_of(file)
+        scores(file)
 
 
 def test_the_service_sees_what_the_report_says(
@@ -217,7 +214,9 @@ def test_rows_from_before_a_recalibration_count(
         assert code == 0, err
         return (tmp_path / "report" / "report.html").read_text()
 
-    assert "above the median" in drift()
+    page = drift()
+    assert "above the median" in page
+    assert page.count("parts flagged") == 1  # what the thresholds of then have promised
     # Scores of before an update are another model's.
     line = {"asked": {"updated": {}}, "model_before": "1" * 16}
     history = run / "model" / "history.jsonl"

@@ -64,7 +64,7 @@ def test_odd_values_do_nothing(value: str, tmp_path: Path) -> None:
     with suppress(AnomalyError):
         confirmed_parts(file, ["0" * 16], inside)
     with suppress(OutputError), closing(Record(file)) as record:
-        for ask in (record.parts, lambda: record.part(1), lambda: record.counts("2025")):
+        for ask in (record.parts, lambda: record.parts(number=1), lambda: record.counts("2025")):
             with suppress(AnomalyError):
                 json.dumps(ask(), allow_nan=False)
     made = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent != file.parent]

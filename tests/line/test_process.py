@@ -88,8 +88,8 @@ def test_every_answer_is_recorded_and_sent_on_though_it_is_killed(
     for ids in (receiver.ids, broker.ids):
         assert [*dict.fromkeys(ids)] == [*range(1, max(ids) + 1)]
     with closing(Record(models / "line.sqlite")) as record:
-        parts = {name: record.part(number) or {} for name, number in answered.items()}
-        assert [part.get("path") for part in parts.values()] == [*parts]
+        parts = {name: record.parts(number=number)[0] for name, number in answered.items()}
+        assert [part["path"] for part in parts.values()] == [*parts]
         # Without an answer are at most those that were at work when it was killed.
         assert 0 <= record.counts("2000")["reject"] - len(answered) <= CLIENTS
     log = (tmp_path / "line" / "serve.log").read_text("utf-8")

@@ -121,7 +121,7 @@ def test_a_withdrawn_judgement_counts_for_nobody(tmp_path: Path) -> None:
         record.add_feedback("defect", who="a", part=1, defect_type="scratch")
         record.add_feedback("good", who="a", part=2)
         record.add_feedback("", who="a", part=1)
-        assert (record.part(1) or {})["feedback"] is None
+        assert record.parts(number=1)[0]["feedback"] is None
         assert len(said(record)) == 3  # what was said stays
         confirmed = confirmed_parts(file, ["0" * 16], tmp_path / "kept")
         assert [sample.name for sample in confirmed.past] == ["part 1"]
@@ -143,7 +143,7 @@ def test_people_take_back_what_is_theirs(tmp_path: Path) -> None:
             ("Ben", "", None),
         ):
             record.add_feedback(verdict, who=who, part=1)
-            assert ((record.part(1) or {})["feedback"] or {}).get("verdict") == stands
+            assert (record.parts(number=1)[0]["feedback"] or {}).get("verdict") == stands
         with pytest.raises(DataError, match="no judgement by Ann to take back"):
             record.add_feedback("", who="Ann", part=1)
 

@@ -218,7 +218,7 @@ def test_without_feedback_nothing_is_claimed(tmp_path: Path) -> None:
     assert "0.00 % of 3 parts are called good" in page
     assert 'class="answer "' in page  # neither good nor bad news
     assert "no part on record" in page  # before
-    assert "not known to this record" in page
+    assert "unknown: name its run with --model" in page
     yields = {r["outcome"]: r["parts"] for r in table(files, "yield")}
     assert (yields["all parts"], yields["reject"], yields["escapes"]) == ("3", "3", "0")
     assert yields["false rejects"] == "unknown: no rejected part was judged"

@@ -7,7 +7,7 @@ CREATE TEMP TABLE answered AS SELECT parts.id, time < '{begin}' AS age, model, m
         ELSE parts.verdict END AS outcome, words.verdict AS word, words.defect_type AS kind,
     COALESCE (json_extract (line, '$.reason'), '') = '' AS by_score, CAST (json_extract (line, '$.review_threshold') AS REAL) AS review,
     CAST (json_extract (line, '$.threshold') AS REAL) AS reject,
-    NULLIF (json_extract (line, '$.group'), '') AS views, strftime ('%s', time, 'localtime') - strftime ('%s', time) AS ahead  -- of UTC, in seconds
+    strftime ('%s', time, 'localtime') - strftime ('%s', time) AS ahead  -- of UTC, in seconds
     FROM main.parts LEFT JOIN words ON words.sha256 = parts.sha256
     WHERE time >= '{earliest}' AND time < '{end}' AND ahead IS NOT NULL ORDER BY parts.id;
 -- An image that was sent again isn't another part to judge: its strictest answer counts, then its newest;
@@ -82,10 +82,6 @@ CREATE TEMP VIEW times AS SELECT strftime ('{bucket}', time, 'localtime') || CAS
     COUNT (*) AS parts, SUM (outcome = 'good') AS good,
     SUM (outcome = 'review') AS review, SUM (outcome = 'reject') AS reject FROM seen
     WHERE age = 0 GROUP BY 1 ORDER BY MIN (seen.time);
--- In the order of the parts; without those that people have called defects. Views of a part count once.
-CREATE TEMP VIEW scores AS SELECT model_id, MAX (score) AS score FROM seen
-    WHERE age = 0 AND by_score AND score IS NOT NULL AND word IS NOT 'defect'
-    GROUP BY COALESCE (views, id), model_id ORDER BY MIN (id);
 -- The pictures that matter: escapes, rejects that people overruled, what lies at a threshold.
 CREATE TEMP VIEW notable AS
     WITH ranked AS (SELECT id, judged, review, reject,
