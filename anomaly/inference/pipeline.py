@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from anomaly.errors import OutputError, why
 from anomaly.files.writing import DONE, HEATMAPS, JOURNAL, GrowingFile, as_json, from_json, write
@@ -25,7 +25,6 @@ from anomaly.inference.results import (
     Pictures,
     RegionRow,
     Row,
-    Wanted,
     as_csv,
     as_jsonl,
     judge_parts,
@@ -46,20 +45,17 @@ _BEHIND = 16  # most scored images that wait for their pictures, in complete bat
 _LAST_SECONDS = 5.0  # time for these pictures after a stop
 
 
-@dataclass(frozen=True, eq=False)
-class Drawn:
+class Drawn(NamedTuple):
     """A scored image whose pictures are being drawn.
 
     Attributes:
         result: the prediction, or the reason why the image is unusable.
         pictures: the pictures to come; `UnusableImage` if the image can't be scored or drawn. The
             future raises OutputError if they can't be written.
-        ends_batch: this is the last image of its batch.
     """
 
     result: Prediction | UnusableImage
     pictures: Future[Pictures | UnusableImage]
-    ends_batch: bool
 
 
 @dataclass(frozen=True)
@@ -69,42 +65,50 @@ class Pipeline:
     Attributes:
         model: the model that scores the images.
         decoders: decoding processes that the images come from.
-        draw: prediction -> file of its image, and the pictures to draw.
+        draw: prediction -> file of its image, kinds of pictures to draw, and their path in the
+            folders of pictures.
         predict: function that scores batches; None for the model, in this process.
     """
 
     model: Model
     decoders: Decoders
-    draw: Callable[[Prediction], tuple[Path | bytes, Wanted]]
+    draw: Callable[[Prediction], tuple[Path | bytes, Set[str], str]]
     predict: Predict | None = None
 
     def run(
         self, loaded: Iterable[NetworkInput | UnusableImage], batch_size: int | None = None
-    ) -> Iterator[Drawn]:
-        """Score and draw images, batch by batch.
+    ) -> Iterator[list[Drawn]]:
+        """Score images batch by batch, and begin to draw each.
 
         Args:
             loaded: network inputs and unusable images from the decoders.
             batch_size: images in a batch; by default the model's.
+
+        Yields:
+            The images of each batch; an unusable image, by itself.
         """
         batches = by_shape(self.model.fitting(loaded), batch_size or self.model.batch_size)
-        left: deque[int] = deque()  # images without a result, for each batch begun
+        lengths: deque[int] = deque()  # numbers of images in the batches that aren't complete
 
         def counted() -> Iterator[list[NetworkInput] | UnusableImage]:
             for batch in batches:
-                left.append(1 if isinstance(batch, UnusableImage) else len(batch))
+                lengths.append(1 if isinstance(batch, UnusableImage) else len(batch))
                 yield batch
 
+        drawn: list[Drawn] = []
         for result in (self.predict or self.model.predict_batches)(counted()):
-            left[0] -= 1
-            yield Drawn(result, self._drawn(result), ends_batch=not left[0])
-            if not left[0]:
-                left.popleft()
+            drawn.append(Drawn(result, self._drawn(result)))
+            if len(drawn) == lengths[0]:
+                yield drawn
+                lengths.popleft()
+                drawn = []
 
     def _drawn(self, result: Prediction | UnusableImage) -> Future[Pictures | UnusableImage]:
         if isinstance(result, Prediction):
-            source, wanted = self.draw(result)
-            return self.decoders.finish(result.index, source, result.source_map, wanted)
+            source, kinds, name = self.draw(result)
+            return self.decoders.finish(
+                result.index, source, result.source_map, kinds, name, result.verdict
+            )
         self.decoders.forget(result.index)  # else its process keeps the image to draw it
         unusable: Future[Pictures | UnusableImage] = Future()
         unusable.set_result(result)
@@ -367,25 +371,25 @@ class Run:
             OutputError: results can't be written.
         """
 
-        def draw(prediction: Prediction) -> tuple[Path, Wanted]:
+        def draw(prediction: Prediction) -> tuple[Path, Set[str], str]:
             i = prediction.index
-            return inputs.paths[i], self.outputs.wanted(prediction, inputs.pictures[i])
+            return inputs.paths[i], self.outputs.pictures_of(prediction.verdict), inputs.pictures[i]
 
         done = self.record.done
         total = sum(index not in done for index in range(len(inputs.paths)))
         loaded = self.decoders.load_all(inputs.begin(done), self.stopped)
         pipeline = Pipeline(self.model, self.decoders, draw, self.predict)
-        behind: deque[list[Drawn]] = deque([[]])  # batches; the last one is incomplete
+        scored = 0
+        behind: deque[list[Drawn]] = deque()  # scored batches that aren't in the record yet
         try:
-            for count, drawn in enumerate(pipeline.run(loaded), 1):
-                behind[-1].append(drawn)
-                progress(count, total)
-                if drawn.ends_batch:
-                    behind.append([])
-                    while len(behind) > 2 and sum(map(len, behind)) > _BEHIND:
-                        self._record(behind.popleft(), inputs)
-                    if self.stopped():
-                        break
+            for batch in pipeline.run(loaded):
+                behind.append(batch)
+                scored += len(batch)
+                progress(scored, total)
+                while len(behind) > 1 and sum(map(len, behind)) > _BEHIND:
+                    self._record(behind.popleft(), inputs)
+                if self.stopped():
+                    break
         except StoppedError:
             pass
         finally:
@@ -404,8 +408,7 @@ class Run:
             if wait([drawn.pictures for drawn in batch], left).not_done:
                 break  # a resumed run scores the batch again
             try:
-                if batch and batch[-1].ends_batch:
-                    self._record(batch, inputs)
+                self._record(batch, inputs)
             except OutputError as error:
                 failure = failure or error
         if failure is not None:

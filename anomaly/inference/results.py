@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -133,50 +133,36 @@ def row_of(
 
 
 @dataclass(frozen=True)
-class RegionRow:
-    """A marked region's line in regions.csv; the fields are the columns, in order.
+class _Numbered:
+    """The first columns of regions.csv.
 
     Attributes:
         path: the image's path, the same as in results.csv.
         region: number of the region, from 1 for the image's highest peak.
-        x: first column of the bounding box, in original pixels.
-        y: first row of the bounding box.
-        width: width of the bounding box, in original pixels.
-        height: height of the bounding box, in original pixels.
-        area: number of marked pixels.
-        peak_score: highest value of the anomaly map in the region.
-        peak_x: column of the highest value.
-        peak_y: row of the highest value.
-        width_uncertainty: a patch's width in original pixels; the width is about as uncertain.
-        height_uncertainty: a patch's height in original pixels.
+    """
+
+    path: str
+    region: int
+
+
+# Fields of the last base class come first, so the columns begin with the path.
+@dataclass(frozen=True)
+class RegionRow(MarkedRegion, _Numbered):
+    """A marked region's line in regions.csv; the fields are the columns, in order.
+
+    Attributes:
         width_mm: width in mm; None if the model doesn't know `image.mm_per_pixel`.
         height_mm: height in mm, or None.
         area_mm2: area in mm², or None.
         width_uncertainty_mm: `width_uncertainty` in mm, or None.
         height_uncertainty_mm: `height_uncertainty` in mm, or None.
-        length: longer side of the narrowest rotated box around the region, in pixels.
-        thickness: shorter side of that box, in pixels.
     """
 
-    path: str
-    region: int
-    x: int
-    y: int
-    width: int
-    height: int
-    area: int
-    peak_score: float
-    peak_x: int
-    peak_y: int
-    width_uncertainty: float
-    height_uncertainty: float
     width_mm: float | None
     height_mm: float | None
     area_mm2: float | None
     width_uncertainty_mm: float | None
     height_uncertainty_mm: float | None
-    length: float
-    thickness: float
 
 
 def region_rows(
@@ -434,25 +420,24 @@ class Outputs:
                 f"--write {' '.join(sorted(needing))}: the model has no thresholds; train it "
                 "without --no-calibrate"
             )
-        return replace(PictureWriter.of(model, small), output=self.folder, full_size=False)
+        return PictureWriter.of(model, small, self.folder)
 
     def has_heatmap(self, verdict: str) -> bool:
         """True if an image with this verdict (empty without one) gets a heatmap."""
         return "heatmaps" in self.kinds or ("flagged-heatmaps" in self.kinds and verdict != "good")
 
-    def wanted(self, prediction: Prediction, name: str) -> Wanted:
-        """The pictures of one image.
+    def pictures_of(self, verdict: str) -> Set[str]:
+        """The pictures of an image with this verdict (empty without one).
 
-        Args:
-            prediction: the image's prediction.
-            name: path of the pictures inside the folders of heatmaps, masks and maps.
+        Returns:
+            Any of `heatmap`, `small` (a small heatmap), `mask`, `regions` and `maps`.
         """
         kinds = self.kinds & {"regions", "maps"}
         if "masks" in self.kinds:
             kinds |= {"mask"}
-        if self.has_heatmap(prediction.verdict):
+        if self.has_heatmap(verdict):
             kinds |= {"heatmap", "small"} if "page" in self.kinds else {"heatmap"}
-        return Wanted(kinds, name, prediction.verdict == "reject")
+        return kinds
 
     def holds_picture(self, name: str) -> bool:
         """True if the output folder holds a heatmap, mask or map of this name."""
@@ -470,21 +455,6 @@ def about_model(model: Model) -> dict[str, object]:
         "engine": model.extractor.engine,
         "precision": model.extractor.precision,
     }
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The pictures to draw of one image.
-
-    Attributes:
-        kinds: any of `heatmap`, `small` (a small heatmap), `mask`, `regions` and `maps`.
-        name: path of the pictures inside the folders of heatmaps, masks and maps.
-        rejected: the image's verdict is `reject`.
-    """
-
-    kinds: Set[str]
-    name: str = ""
-    rejected: bool = False
 
 
 @dataclass(frozen=True)
@@ -506,7 +476,9 @@ class Pictures:
 
 @dataclass(frozen=True)
 class PictureWriter:
-    """Draws an image's pictures.
+    """Draws an image's pictures, into files or as bytes.
+
+    A heatmap as bytes has the image's size; in a file, at most twice the network input's size.
 
     Attributes:
         limit: the anomaly map's value where marking starts; None for a model without thresholds:
@@ -514,66 +486,77 @@ class PictureWriter:
         review: a lower value, where a heatmap's fainter outline starts; None for none.
         small: most pixels of a small heatmap.
         output: parent of the folders of heatmaps, masks and maps; None to return the bytes.
-        full_size: draw heatmaps in the image's size, else in at most twice the network input's.
     """
 
     limit: float | None = None
     review: float | None = None
     small: int = 0
     output: Path | None = None
-    full_size: bool = True
 
     @classmethod
-    def of(cls, model: Model, small: int) -> PictureWriter:
+    def of(cls, model: Model, small: int, output: Path | None = None) -> PictureWriter:
         """The writer of a model's pictures."""
         limits = model.thresholds
         if limits is None:
-            return cls(small=small)
-        return cls(limits.pixel, limits.review_pixel, small)
+            return cls(small=small, output=output)
+        return cls(limits.pixel, limits.review_pixel, small, output)
 
-    def write(self, image: Image, anomaly_map: SourceMap, wanted: Wanted) -> Pictures:
+    def write(
+        self,
+        image: Image,
+        anomaly_map: SourceMap,
+        kinds: Set[str],
+        name: str = "",
+        verdict: str = "",
+    ) -> Pictures:
         """Draw one image's pictures.
 
         Args:
             image: the decoded file.
             anomaly_map: its anomaly map.
-            wanted: the pictures to draw.
+            kinds: the pictures to draw, as from `Outputs.pictures_of`.
+            name: path of the pictures inside the folders of heatmaps, masks and maps.
+            verdict: the image's verdict; a rejected image's heatmap outlines its peak at least.
 
         Raises:
             OutputError: the disk is full or not writable.
         """
-        kinds, mask, regions = wanted.kinds, b"", tuple[MarkedRegion, ...]()
+        mask, regions = b"", tuple[MarkedRegion, ...]()
         limit = float(np.nanmax(anomaly_map.scores)) if self.limit is None else self.limit
-        if self.full_size or kinds - {"heatmap", "small"}:  # else a reduced map is enough
+        if self.output is None or kinds - {"heatmap", "small"}:  # else a reduced map is enough
             anomaly_map = anomaly_map.held()
         # A separate method frees a large image's picture before the mask is encoded.
-        heatmap, small = self._heatmap(image, anomaly_map, limit, wanted)
+        heatmap, small = self._heatmap(image, anomaly_map, limit, kinds, name, verdict)
         if "maps" in kinds:
-            name = PurePosixPath(wanted.name).with_suffix(".tiff")
-            self._put(MAPS, name, encode_float32(anomaly_map()))
+            tiff = str(PurePosixPath(name).with_suffix(".tiff"))
+            self._put(MAPS, tiff, encode_float32(anomaly_map()))
         if kinds & {"mask", "regions"}:
             marked = predicted_mask(anomaly_map, limit)
             if "mask" in kinds:
-                mask = self._put(MASKS, wanted.name, encode_png(marked))
+                mask = self._put(MASKS, name, encode_png(marked))
             if "regions" in kinds:
                 regions = marked_regions(marked, anomaly_map)
         return Pictures(heatmap, mask, regions, small)
 
     def _heatmap(
-        self, image: Image, anomaly_map: SourceMap, limit: float, wanted: Wanted
+        self,
+        image: Image,
+        anomaly_map: SourceMap,
+        limit: float,
+        kinds: Set[str],
+        name: str,
+        verdict: str,
     ) -> tuple[bytes, Thumbnail | None]:
         """The heatmap as PNG, empty if written to a file, and its small copy."""
-        if not wanted.kinds & {"heatmap", "small"}:
+        if not kinds & {"heatmap", "small"}:
             return b"", None
-        anomaly_map = (anomaly_map if self.full_size else anomaly_map.shrunk()).held()
-        image = shrunk(image, anomaly_map.view.source)
-        picture = heatmap(image, anomaly_map, limit, self.review, rejected=wanted.rejected)
-        whole = b""
-        if "heatmap" in wanted.kinds:
-            whole = self._put(HEATMAPS, wanted.name, encode_png(picture))
-        return whole, thumbnail(picture, self.small) if "small" in wanted.kinds else None
+        anomaly_map = (anomaly_map if self.output is None else anomaly_map.shrunk()).held()
+        image, rejected = shrunk(image, anomaly_map.view.source), verdict == "reject"
+        picture = heatmap(image, anomaly_map, limit, self.review, rejected=rejected)
+        png = self._put(HEATMAPS, name, encode_png(picture)) if "heatmap" in kinds else b""
+        return png, thumbnail(picture, self.small) if "small" in kinds else None
 
-    def _put(self, folder: str, name: str | PurePosixPath, data: bytes) -> bytes:
+    def _put(self, folder: str, name: str, data: bytes) -> bytes:
         """Write a file and return nothing, or return its bytes if there is no output folder."""
         if self.output is None:
             return data

@@ -8,17 +8,17 @@ request is answered once its row is in the record.
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
 from anomaly.inference.pipeline import Pipeline
-from anomaly.inference.results import Pictures, PictureWriter, Wanted, region_rows, row_of
+from anomaly.inference.results import Pictures, PictureWriter, region_rows, row_of
 from anomaly.line.drift import Promise, RecordedDrift
 from anomaly.line.record import Answer, Record
 from anomaly.runtime import get_threads, program_threads
@@ -133,7 +133,7 @@ class ModelSlot:
         self.trouble = ""
         self._record, self._device, self._publish = record, device, publish
         self._most = most_waiting
-        self._numbers = itertools.count()
+        self._numbers = count()
         self._parts: dict[int, _Part] = {}  # without an answer, in order
         self._decoded: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._lock, self._closing = threading.Lock(), threading.Event()
@@ -272,19 +272,18 @@ class ModelSlot:
         """Score parts, and have them drawn and recorded."""
         unscored = {part.index: part for part in parts}
 
-        def draw(prediction: Prediction) -> tuple[bytes, Wanted]:
-            part, rejected = unscored[prediction.index], prediction.verdict == "reject"
-            return part.data, Wanted({"small", *part.wanted}, rejected=rejected)
+        def draw(prediction: Prediction) -> tuple[bytes, Set[str], str]:
+            part = unscored[prediction.index]
+            return part.data, {"small", *part.wanted}, ""
 
         # Every thread gets a batch, even a small one.
         share = min(version.model.batch_size, -(-len(parts) // get_threads()))
         pipeline = Pipeline(version.model, version.decoders, draw)
         try:
-            for drawn in pipeline.run(
-                (part.decoding.result() for part in parts if part.decoding), share
-            ):
-                part = unscored.pop(drawn.result.index)
-                drawn.pictures.add_done_callback(partial(self._on_drawn, part, drawn.result))
+            loaded = (part.decoding.result() for part in parts if part.decoding)
+            for result, pictures in chain.from_iterable(pipeline.run(loaded, share)):
+                part = unscored.pop(result.index)
+                pictures.add_done_callback(partial(self._on_drawn, part, result))
         except Exception as error:  # an error in this program mustn't end the service
             log.exception("scoring parts with %s failed", self.name)
             reason = f"scoring failed: {type(error).__name__}"

@@ -22,7 +22,7 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Decoding
-from anomaly.inference.results import Pictures, PictureWriter, Wanted
+from anomaly.inference.results import Pictures, PictureWriter
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 
@@ -55,7 +55,7 @@ def children(
 
 
 def _decoders(folder: Path, **sizing: object) -> Decoders:
-    rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
+    rule = {"resize": None, "crop": None, "area": 64, "multiple": 8, **sizing}
     return Decoders(
         Preprocessing(Sizing(**rule), Decoding(10**6)),
         PictureWriter(limit=1.0, output=folder / "out"),
@@ -85,8 +85,7 @@ def test_the_same_as_here_in_order(
         assert isinstance(item, NetworkInput)
         assert (item.sha256, item.view, item.image) == (here.sha256, here.view, None)
         np.testing.assert_array_equal(item.pixels, here.pixels)
-        wanted = Wanted({"heatmap"}, f"sub/{i}.png")
-        done = decoders.finish(i, paths[i], _map(here), wanted).result()
+        done = decoders.finish(i, paths[i], _map(here), {"heatmap"}, f"sub/{i}.png").result()
         assert done == Pictures()
         drawn = encode_png(heatmap(here.decoded, _map(here), 1.0))
         assert (folder / "out" / "heatmaps" / "sub" / f"{i}.png").read_bytes() == drawn
@@ -101,7 +100,7 @@ def test_tasks_share_the_processes_and_keep_their_images_apart(folder: Path) -> 
     for path in paths:
         path.unlink()
     for each, path, item in zip((first, second), paths, items, strict=True):
-        each.finish(0, path, _map(item), Wanted({"heatmap"}, "0.png")).result()
+        each.finish(0, path, _map(item), {"heatmap"}, "0.png").result()
     drawn = [cv2.imread(str(folder / name / "out/heatmaps/0.png")) for name in ("a", "b")]
     assert [picture.shape[0] for picture in drawn] == [60, 64]
 
@@ -129,7 +128,7 @@ def test_images_that_are_not_kept_are_read_again(
         for path in paths:
             path.unlink()
         assert isinstance(items[0], NetworkInput)
-        found = worker.finish(0, paths[0], _map(items[0]), Wanted({"heatmap"}, "0.png"))
+        found = worker.finish(0, paths[0], _map(items[0]), {"heatmap"}, "0.png")
         assert isinstance(found, UnusableImage) == (kept == 0)
 
 
@@ -155,7 +154,7 @@ def test_processes_that_are_killed_or_rest_are_replaced(
     first = decoders.load(path)
     assert isinstance(first, NetworkInput)
     children[-1].kill()
-    assert decoders.finish(0, path, _map(first), Wanted({"heatmap"})).result() == Pictures()
+    assert decoders.finish(0, path, _map(first), {"heatmap"}).result() == Pictures()
     children[-1].kill()
     second = decoders.load(path)
     pool.rest()
@@ -178,7 +177,7 @@ def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.Mo
     decoders = _decoders(folder)
     item = decoders.load(path)
     with pytest.raises(OutputError, match="can't be written"):
-        decoders.finish(0, path, _map(item), Wanted({"heatmap"}, "1.png")).result()
+        decoders.finish(0, path, _map(item), {"heatmap"}, "1.png").result()
     monkeypatch.setattr(pool, "load", load_badly)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         decoders.load(path)

@@ -15,7 +15,7 @@ from scipy import ndimage
 
 from anomaly.errors import OutputError
 from anomaly.imaging.read import read_image
-from anomaly.inference.results import Outputs, PictureWriter, Wanted
+from anomaly.inference.results import Outputs, PictureWriter
 from anomaly.scoring.model import Model, Prediction
 from anomaly.storage.models import load_model
 
@@ -118,8 +118,8 @@ def test_heatmaps_have_twice_the_networks_size_or_the_images(model: Model, tmp_p
     (prediction,) = model.predict([large])
     assert isinstance(prediction, Prediction)
     height, width = model.loading.sizing.view((480, 480)).size
-    for full, size in ((False, (2 * height, 2 * width)), (True, (480, 480))):
-        writer = PictureWriter(output=tmp_path, full_size=full)
-        wanted = Wanted({"heatmap"}, f"{full}.png")
-        writer.write(read_image(large), prediction.source_map, wanted)
-        assert picture(tmp_path / "heatmaps" / f"{full}.png").shape[:2] == size
+    for output, size in ((tmp_path, (2 * height, 2 * width)), (None, (480, 480))):
+        writer, image = PictureWriter(output=output), read_image(large)
+        drawn = writer.write(image, prediction.source_map, {"heatmap"}, "part.png")
+        png = drawn.heatmap or (tmp_path / "heatmaps" / "part.png").read_bytes()
+        assert cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR).shape[:2] == size

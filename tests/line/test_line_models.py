@@ -172,6 +172,7 @@ def test_a_part_that_is_being_drawn_when_scoring_fails_is_answered_once(
         threading.Thread(target=lambda: held.set_result(drawn.wait(20) and found.result())).start()
         return held
 
+    monkeypatch.setattr("anomaly.line.models.get_threads", lambda: 2)  # so two batches
     monkeypatch.setattr(Model, "predict_batches", one_and_no_more)
     monkeypatch.setattr(Decoders, "finish", later)
     gate.may.set()

@@ -18,7 +18,7 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import DEFAULT
-from anomaly.inference.results import PictureWriter, Wanted
+from anomaly.inference.results import PictureWriter
 from anomaly.maps.anomaly_map import SourceMap
 
 pytestmark = [
@@ -87,8 +87,8 @@ def test_drawing_keeps_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (item,) = decoders.load_all([(0, tmp_path / "a.bmp")])
     assert isinstance(item, NetworkInput)
     found = SourceMap(np.ones((8, 8), np.float32), item.view, 4.0, 0.0, None)
-    wanted = Wanted({"heatmap", "mask", "maps"}, "a.bmp")
-    drawn = decoders.finish(0, tmp_path / "a.bmp", found, wanted).result()
+    kinds = {"heatmap", "mask", "maps"}
+    drawn = decoders.finish(0, tmp_path / "a.bmp", found, kinds, "a.bmp").result()
     assert _peak() < _LIMIT + _LIBRARIES
     assert isinstance(drawn, UnusableImage)
     assert drawn.status == "unsupported"
