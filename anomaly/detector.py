@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.config.load import parse_config
@@ -278,10 +278,8 @@ class Detector:
             DataError: there are no images, or a mask doesn't fit its image.
         """
         model, place = self.model, ""  # the data set's folder, for the report
-        if data is None and model.folder is None:
-            raise DataError("there is nothing to test with; give a data set, or samples")
         if data is None:
-            data, place = images_to_test(model, cast(Path, model.folder))
+            data, place = images_to_test(model)
         elif isinstance(data, Dataset):
             if unused := strays(data.unused_masks):
                 log.warning("%s", unused)
@@ -293,7 +291,7 @@ class Detector:
                 "test images need labels that say which are defective: give "
                 "anomaly.open_dataset(format, folder), or samples"
             )
-        samples = not_learned(model, model.config.name, samples)
+        samples = not_learned(model, samples)
         # Samples from a program have no place, so advice shows a placeholder for their folder.
         tested = () if place else ("--defects", "FOLDER")
         return evaluated(model, samples, place, tested=tested, progress=progress)

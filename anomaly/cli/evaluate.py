@@ -122,7 +122,7 @@ def _evaluate(folder: Path, options: argparse.Namespace) -> Category:
         AnomalyError: the model or its test images can't be used.
     """
     model = load_model(folder, options.device)
-    samples, data_folder = images_to_test(model, folder, options.good, options.defects)
+    samples, data_folder = images_to_test(model, options.good, options.defects)
     with ProgressLine() as progress:
         return evaluated(
             model,

@@ -281,26 +281,24 @@ def check_annotations(good: Sequence[Path], folder: Path) -> None:
 def _texts_around(
     place: Path, folder: Path, listed: Callable[[Path], list[Path]]
 ) -> Iterator[Path]:
-    """Text files in a folder of images, around it and in folders of annotations there.
+    """Text files in a folder of images and in those around it, and annotations beside these.
 
     Args:
-        place: the images' folder.
-        folder: the data set's folder, where going outwards ends; but folders that are named like
-            those of images or of a split have annotations beside them, as `images/train` has
-            `labels/train`.
+        place: folder of images.
+        folder: the data set's folder. Outside of it only annotations count, and only where it is
+            named like images or a split, as `images/train` has `labels/train`.
         listed: returns the entries of a folder.
     """
-    around, start = [place], place
-    while folder in place.parents or _is_of_images(place) or _is_of_images(place.parent):
-        place = place.parent
-        if os.access(place, os.R_OK):
-            beside = [p for p in listed(place) if _ANNOTATIONS.fullmatch(p.name)]
-            around += [*beside, *(annotations / start.name for annotations in beside)]
-            # Texts beside a folder `images` say nothing of a data set `images/part 7`.
-            around += [place] if place.is_relative_to(folder) or _is_of_images(start) else []
-    for text in (file for place in dict.fromkeys(around) for file in listed(place)):
-        if text.suffix.lower() in _TEXTS and not _ABOUT.match(text.name):
-            yield text
+    top = folder
+    while _is_of_images(top) or _is_of_images(top.parent):
+        top = top.parent
+    for around in (p for p in (place, *place.parents) if p.is_relative_to(top)):
+        entries = listed(around) if os.access(around, os.R_OK) else []
+        annotations = [entry for entry in entries if _ANNOTATIONS.fullmatch(entry.stem)]
+        texts = entries if around.is_relative_to(folder) else annotations
+        for beside in annotations:
+            texts = [*texts, *listed(beside), *listed(beside / place.name)]
+        yield from (t for t in texts if t.suffix.lower() in _TEXTS and not _ABOUT.match(t.name))
 
 
 def _is_of_images(folder: Path) -> bool:

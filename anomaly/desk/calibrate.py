@@ -37,7 +37,6 @@ from anomaly.desk.change import (
 from anomaly.errors import DataError, first_of, some
 from anomaly.runtime import StageProgress
 from anomaly.scoring.model import Model, Scored, score
-from anomaly.storage.folder import HISTORY
 from anomaly.storage.thresholds import change, earlier_thresholds, recorded
 
 log = logging.getLogger(__name__)
@@ -194,7 +193,7 @@ def _limits(
         known: known defects.
     """
     if asked.undo:
-        return earlier_thresholds(model.history, Path(model.folder or "") / HISTORY), {}
+        return earlier_thresholds(model), {}
     rates = model.rates(asked.review_rate, asked.false_reject_rate)
     if share := asked.at_most_defective:
         learned = _known_scores(model, known)

@@ -286,7 +286,7 @@ def _evaluated_on(model: Model) -> Sequence[Sample]:
     if model.folder is None:
         return ()
     try:
-        return dataset_of(model, model.folder).test
+        return dataset_of(model).test
     except AnomalyError as error:
         log.warning(
             "the test split isn't compared; make sure that these images aren't part of it: %s",

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,14 +25,14 @@ from anomaly.datasets.samples import Sample
 from anomaly.desk.change import DEFECTS, Change, fresh, known_parts, price
 from anomaly.desk.golden import golden_of, score_golden, write_record
 from anomaly.errors import DataError, ModelError, counted, first_of
-from anomaly.files.writing import RUN, as_json, claim, clear, from_json, write
+from anomaly.files.writing import RUN, as_json, claim, clear, write
 from anomaly.runtime import StageProgress
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.model import Model, score
 from anomaly.storage.folder import appearing, find_model
 from anomaly.storage.models import save
-from anomaly.storage.thresholds import change
+from anomaly.storage.thresholds import change, changes_of
 from anomaly.training.features import CachedFeatures, cached_features
 from anomaly.training.fit import cross_fit, good_scores
 from anomaly.training.runs import training_record
@@ -307,10 +306,7 @@ def _thresholds(detector: Model, new: GoodScores) -> Thresholds:
 
 def lineage(detector: Model) -> frozenset[str]:
     """The ids of a detector and of the models it was updated from."""
-    ids: list[str] = []
-    for line in detector.history.splitlines():
-        with suppress(ValueError, AttributeError):  # a person may have edited the history
-            ids.append(str(from_json(line).get("model_before", "")))
+    ids = [str(entry.get("model_before", "")) for entry in changes_of(detector)]
     return frozenset({detector.model_id, detector.manifest.get("parent", ""), *ids} - {""})
 
 

@@ -20,7 +20,6 @@ from anomaly.datasets.samples import (
     Sample,
     contradiction,
     ground_truth,
-    maybe_turned,
     strays,
 )
 from anomaly.errors import DataError, ImageError, some
@@ -142,14 +141,10 @@ def score_test_split(
         except ImageError as error:
             scored[result.index] = Scored(sample, None, str(error), status=error.status)
         else:
-            if mask is not None and sample.is_defect and not mask.any():
-                mask = None  # an empty mask would count as a good image's
-            width = None if mask is None or not sample.is_defect else width_of(mask)
+            width = width_of(mask) if sample.is_defect and mask is not None else None
             scored[result.index] = replace(Scored.of(sample, result), width=width)
             if mask is not None:
                 pixels.update(result.anomaly_map, mask)
-                if doubt := maybe_turned(sample, result.image):
-                    log.warning("%s", doubt)
             visit(result, mask)
         progress(len(scored), len(samples))
     rows = tuple(scored[i] for i in range(len(samples)))
@@ -206,7 +201,7 @@ def _learned_as_good(sample: Sample, name: str | None) -> DataError | None:
 
 
 def _mask(sample: Sample, size: tuple[int, int]) -> Mask | None:
-    """The ground truth of an image of `size` (H, W); None for a defect without a mask file.
+    """Ground truth of an image of `size` (H, W); None for a defect that no mask marks.
 
     Raises:
         ImageError: the mask can't be read.
@@ -219,17 +214,17 @@ def _mask(sample: Sample, size: tuple[int, int]) -> Mask | None:
     except ImageError as error:
         reason = f"{sample.path} is left out, because its mask can't be used: {error}"
         raise ImageError(reason, error.status) from None
-    return np.asarray(mask, bool)
+    # An empty mask would make the defect count as a good image.
+    return np.asarray(mask, bool) if mask.any() or not sample.is_defect else None
 
 
 def images_to_test(
-    model: Model, folder: Path, good: Sequence[Path] = (), defects: Sequence[Path] = ()
+    model: Model, good: Sequence[Path] = (), defects: Sequence[Path] = ()
 ) -> tuple[Sequence[Sample], str]:
     """Test images: of the given folders, without those learned from, or else of the data set.
 
     Args:
         model: trained.
-        folder: the run, or the model folder, that it was loaded from.
         good: folders of good images.
         defects: folders of defects, whose subfolders name the types.
 
@@ -240,9 +235,9 @@ def images_to_test(
         DataError: there are no such images, or no record says where the data set is.
     """
     if good or defects:
-        samples = not_learned(model, folder, open_test_images(good, defects))
+        samples = not_learned(model, open_test_images(good, defects))
         return samples, ", ".join(map(str, [*good, *defects]))
-    dataset = dataset_of(model, folder)
+    dataset = dataset_of(model)
     if unused := strays(dataset.unused_masks):
         log.warning("%s", unused)
     if dataset.test:
@@ -255,21 +250,11 @@ def images_to_test(
     )
 
 
-def dataset_of(model: Model, folder: Path) -> Dataset:
-    """The data set that a model was trained on.
-
-    Raises:
-        DataError: the data set is missing, or no record says where it is.
-    """
-    return open_dataset(model.config.data.format, trained_on(folder), None)
-
-
-def not_learned(model: Model, name: object, given: Sequence[Sample]) -> list[Sample]:
+def not_learned(model: Model, given: Sequence[Sample]) -> list[Sample]:
     """Images that a model hasn't learned from; a warning counts the others.
 
     Args:
         model: trained.
-        name: the model's name in messages.
         given: images of the user. Unreadable files, and defects that were learned as good, stay:
             the evaluation reports them.
 
@@ -281,23 +266,19 @@ def not_learned(model: Model, name: object, given: Sequence[Sample]) -> list[Sam
     if out := len(given) - len(samples):
         log.warning("the model has learned from %d of %d images; left out", out, len(given))
     if given and not samples:
-        raise DataError(f"{name} has learned from all of these images; give others")
+        raise DataError(f"{model.name} has learned from all of these images; give others")
     return samples
 
 
-def dataset_images(model: Model, folder: Path) -> list[Sample]:
-    """All images of the data set that a model was trained on.
-
-    Args:
-        model: trained.
-        folder: the run, or the model folder, that it was loaded from.
+def dataset_of(model: Model) -> Dataset:
+    """The data set that a model was trained on.
 
     Raises:
         DataError: the data set is missing, or no record says where it is.
     """
-    # Of all splits: a drawn split may have been drawn anew since.
-    splits = dataset_of(model, folder).splits
-    return [sample for samples in splits.values() for sample in samples]
+    if model.folder is None:
+        raise DataError("the model isn't saved, so it has no data set; give images")
+    return open_dataset(model.config.data.format, trained_on(model.folder))
 
 
 class TrainingImages:

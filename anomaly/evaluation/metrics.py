@@ -49,8 +49,8 @@ class Metrics:
         """Two sets of figures, with no name in both."""
         return Metrics(self.values | other.values, self.reasons | other.reasons)
 
-    def only(self, *names: str) -> Metrics:
-        """The named figures."""
+    def subset(self, *names: str) -> Metrics:
+        """The figures of these names."""
         reasons = {name: why for name, why in self.reasons.items() if name in names}
         return Metrics({name: self.values[name] for name in names}, reasons)
 
@@ -160,7 +160,7 @@ def metrics_by_type(
     named = np.array(types, object)
     of_types = {name: ~defective | (named == name) for name in dict.fromkeys(named[defective])}
     return {
-        name: image_metrics(values[of], defective[of]).only("image_auroc", *_RECALLS)
+        name: image_metrics(values[of], defective[of]).subset("image_auroc", *_RECALLS)
         for name, of in of_types.items()
     }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from anomaly.backbones.extractor import network_input
 from anomaly.datasets.samples import Sample, samples_in
 from anomaly.errors import DataError, ImageError
-from anomaly.evaluation.evaluate import TrainingImages, dataset_images
+from anomaly.evaluation.evaluate import TrainingImages, dataset_of
 from anomaly.explain import saliency
 from anomaly.explain.page import Explanation
 from anomaly.hooks import capture
@@ -140,12 +140,11 @@ def good_images(detector: Model, *named: str | Path) -> TrainingImages:
         if not folder.is_dir():
             raise DataError(f"{folder} isn't a folder; name the one with the training images")
         in_folders += samples_in(folder)
-    of_dataset: list[Sample] = []
-    if detector.folder is not None:
-        with suppress(DataError):
-            of_dataset = dataset_images(detector, detector.folder)
-    hashes = detector.manifest["training_images"]
-    return TrainingImages(hashes, [*of_dataset, *in_folders], renamed=in_folders)
+    samples = list(in_folders)
+    with suppress(DataError):
+        # Images of all splits: a drawn split may have been drawn anew since.
+        samples = [*dataset_of(detector).samples, *in_folders]
+    return TrainingImages(detector.manifest["training_images"], samples, renamed=in_folders)
 
 
 def patch_box(view: View, grid: tuple[int, int], row: int, column: int) -> Box:

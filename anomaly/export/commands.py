@@ -25,7 +25,7 @@ from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.samples import Sample
 from anomaly.errors import AnomalyError, DataError, ModelError, OutputError, counted
-from anomaly.evaluation.evaluate import TrainingImages, dataset_images
+from anomaly.evaluation.evaluate import TrainingImages, dataset_of
 from anomaly.files.writing import as_json, claim, locked, locked_file, remove_drafts, write
 from anomaly.imaging.loading import size_of
 from anomaly.imaging.read import read_image
@@ -188,7 +188,7 @@ def golden_images(model: Model, folder: Path, given: Path | None) -> list[Path]:
     draw, present = random.Random(model.config.seed), list[Path]()
     with suppress(DataError):
         hashes = model.manifest["training_images"]
-        training_images = TrainingImages(hashes, dataset_images(model, folder))
+        training_images = TrainingImages(hashes, dataset_of(model).samples)
         for name in draw.sample(sorted(hashes), len(hashes)):
             if isinstance(sample := training_images.find(name), Sample):
                 present.append(sample.path)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,19 +61,16 @@ def read_thresholds(folder: Path) -> Thresholds | None:
     return None if values is None else _thresholds(values, scores, files)
 
 
-def earlier_thresholds(history: bytes, file: Path) -> Thresholds:
+def earlier_thresholds(model: Model) -> Thresholds:
     """The thresholds before the last change that wasn't undone.
-
-    Args:
-        history: the content of a model folder's history.
-        file: the file that holds it, for messages.
 
     Raises:
         DataError: there was no such change since training, or since the last update.
         ModelError: the thresholds are damaged.
     """
+    file = Path(model.folder or "") / HISTORY
     undone = 0  # changes still to be skipped, since later entries undo them
-    for entry in _changes(history):
+    for entry in _since_update(model.history):
         if entry.get("before") is None:
             break
         undone += 1 if "undo" in entry["asked"] else -1
@@ -158,7 +156,7 @@ def thresholds_alone_differ(folder: Path) -> frozenset[str]:
     Raises:
         ModelError: the history can't be read.
     """
-    entries = _changes(read_history(folder))
+    entries = _since_update(read_history(folder))
     return frozenset({str(entry.get("model_before", "")) for entry in entries} - {""})
 
 
@@ -173,20 +171,31 @@ def earlier_versions(folder: Path) -> dict[str, Thresholds]:
         str(entry["model_before"]): _thresholds(
             entry["before"], entry.get("scores_before"), [file] * 2
         )
-        for entry in _changes(read_history(folder))
+        for entry in _since_update(read_history(folder))
         if entry.get("model_before") and entry.get("before")
     }
 
 
-def _changes(history: bytes) -> Iterator[dict[str, Any]]:
-    """The entries of a history back to the last update; somebody's own lines are passed over."""
-    for line in reversed(history.splitlines()):
+def changes_of(model: Model) -> list[Mapping[str, Any]]:
+    """Entries of a model's history, oldest first, and of changes that aren't saved yet."""
+    return [*_entries(model.history), *model.changes]
+
+
+def _entries(history: bytes) -> list[dict[str, Any]]:
+    """The entries of a history, oldest first; lines that a person has added are passed over."""
+    entries = []
+    for line in history.splitlines():
         with suppress(ValueError):
             entry = from_json(line)
-            if isinstance(entry, dict) and isinstance(asked := entry.get("asked"), dict):
-                if "updated" in asked:
-                    return
-                yield entry
+            if isinstance(entry, dict) and isinstance(entry.get("asked"), dict):
+                entries.append(entry)
+    return entries
+
+
+def _since_update(history: bytes) -> Iterator[dict[str, Any]]:
+    """The entries of a history after the last update, newest first."""
+    newest_first = reversed(_entries(history))
+    return takewhile(lambda entry: "updated" not in entry["asked"], newest_first)
 
 
 def change(
@@ -250,20 +259,8 @@ def threshold_images(model: Model) -> frozenset[str]:
     # Without hashes of their own the good scores are held-out scores of the training images.
     hashes = {*limits.good.hashes} - {""} or {*model.manifest["training_images"].values()}
     if limits.label != "calibrated":
-        with suppress(*_MALFORMED):
-            hashes |= {*_last_change(model)["images"].get("defects", {}).values()}
+        hashes |= _images(changes_of(model)[-1:], "defects")
     return frozenset(hashes)
-
-
-def caught_defects(model: Model) -> float | None:
-    """The share of the defects given to `calibrate` that its thresholds catch; None without any."""
-    with suppress(*_MALFORMED):
-        return float(_last_change(model)["defects_found"]["caught"]["expected"])
-    return None
-
-
-# Errors of reading an entry of the history that somebody has edited by hand: it counts as empty.
-_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, IndexError)
 
 
 def recorded(model: Model, kind: str) -> set[str]:
@@ -273,18 +270,24 @@ def recorded(model: Model, kind: str) -> set[str]:
         model: trained.
         kind: name in the history's entries, such as `defects`.
     """
+    return _images(changes_of(model), kind)
+
+
+# Errors of reading an entry that a person has edited: it counts as empty.
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, IndexError)
+
+
+def _images(entries: Sequence[Mapping[str, Any]], kind: str) -> set[str]:
+    """sha256 of the images of one kind in entries of a history."""
     hashes: set[str] = set()
-    # Lines of the model folder, then the entries that aren't saved yet.
-    lines: list[Any] = [*model.history.splitlines(), *model.changes]
-    for line in lines:
+    for entry in entries:
         with suppress(*_MALFORMED):
-            entry = json.loads(line) if isinstance(line, bytes) else line
             hashes |= {*entry["images"].get(kind, {}).values()}
     return hashes
 
 
-def _last_change(model: Model) -> Mapping[str, Any]:
-    """The latest entry of a model's history, saved or not."""
-    if model.changes:
-        return model.changes[-1]
-    return dict(json.loads(model.history.splitlines()[-1]))
+def caught_defects(model: Model) -> float | None:
+    """The share of the defects given to `calibrate` that its thresholds catch; None without any."""
+    with suppress(*_MALFORMED):
+        return float(changes_of(model)[-1]["defects_found"]["caught"]["expected"])
+    return None

@@ -104,7 +104,7 @@ def test_annotations_of_defects_are_theirs(tmp_path: Path) -> None:
 
 def test_texts_around_the_folder_of_a_data_set_are_none_of_its_own(tmp_path: Path) -> None:
     texts: dict[str, str | bytes] = {"../all.txt": "k1.jpg", "../../k1.json": "{}"}
-    for folder in ("home/part", "images/part"):
+    for folder in ("home/part", "images/part", "pictures"):
         _write(tmp_path / folder, "k{}.jpg", texts)
         assert len(open_dataset("folder", tmp_path / folder).train) == 8
 
