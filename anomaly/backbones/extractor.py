@@ -299,29 +299,27 @@ def choose_precision(extractor: FeatureExtractor, images: Tensor) -> str:
         log.debug("fp32: %s has no bf16", device)
         return "fp32"
     share = rounding_share(extractor, images)
-    if max(share) <= LIMIT:
-        log.debug("bf16: rounding is %.1f %% of the feature maps' variation", 100 * max(share))
-        return "bf16"
-    log.debug("fp32: bf16 would be %.0f %% off the feature maps' variation", 100 * max(share))
-    return "fp32"
+    precision = "bf16" if share <= LIMIT else "fp32"
+    log.debug("%s: bf16 rounding is %.1f %% of the maps' variation", precision, 100 * share)
+    return precision
 
 
-def rounding_share(extractor: FeatureExtractor, images: Tensor) -> Sequence[float]:
-    """The change of each layer's maps by bf16, as a share of their own variation.
+def rounding_share(extractor: FeatureExtractor, images: Tensor) -> float:
+    """The change of feature maps by bf16, as a share of their own variation.
 
     Returns:
-        For each layer the root mean square of the change, divided by the standard deviation between
-        positions and images (variances averaged over channels); infinite where bf16 overflows.
+        The largest share of a layer: the root mean square of the change, divided by the standard
+        deviation between positions and images (variances averaged over channels); infinite where
+        bf16 overflows.
     """
     exact = extractor.to(images.device, "fp32")(images)
     rounded = extractor.to(images.device, "bf16")(images)
     shares = []
-    for a, b in zip(exact, rounded, strict=True):
-        change = (b.float() - a).square().mean()
-        variation = a.var(dim=(0, 2, 3)).mean()
-        share = float((change / variation).sqrt())
-        shares.append(share if share == share else float("inf"))  # NaN: it overflows
-    return shares
+    for full, short in zip(exact, rounded, strict=True):
+        change = (short.float() - full).square().mean()
+        variation = full.var(dim=(0, 2, 3)).mean()
+        shares.append(float((change / variation).sqrt().nan_to_num(torch.inf, posinf=torch.inf)))
+    return max(shares)
 
 
 Pair = tuple[str, str]

@@ -59,12 +59,10 @@ class Layer:
 
 
 def layer_table(network: nn.Module, size: int) -> list[Layer]:
-    """Run a network once and describe each of its layers.
-
-    On the meta device, as `anomaly.backbones.networks.build` makes networks, nothing is computed.
+    """Describe each layer of a network by a dry run, in which nothing is computed.
 
     Args:
-        network: in eval mode, takes images (1, 3, H, W).
+        network: on the meta device, in eval mode; takes images (B, 3, H, W).
         size: side of the square image that it is shown.
 
     Returns:
@@ -91,7 +89,7 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
         hooks.forward(nn.Module, note)
         try:
             with torch.no_grad():
-                network(_black(network, size, size))
+                network(torch.empty(1, 3, size, size, device="meta"))
         except (RuntimeError, AssertionError, ValueError):
             side = own_side(network) or 224
             raise LayerError(
@@ -119,12 +117,6 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
     return table
 
 
-def _black(network: nn.Module, height: int, width: int) -> Tensor:
-    """A black image (1, 3, H, W) where a network is, to see how its layers behave."""
-    device = next((p.device for p in network.parameters()), torch.device("cpu"))
-    return torch.zeros(1, 3, height, width, device=device)
-
-
 def own_side(network: nn.Module) -> int | None:
     """The side of the square images that a network was trained with; None if it isn't known."""
     size = (getattr(network, "pretrained_cfg", None) or {}).get("input_size")  # timm states it
@@ -135,14 +127,18 @@ def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = (
     """True if a network takes images of a size.
 
     Args:
-        network: a network in eval mode that takes images (B, 3, H, W).
+        network: on the meta device, in eval mode.
         height: the image's H.
         width: the image's W.
         layers: paths up to the last of which the pass has to come; empty for a whole pass.
     """
     try:
-        with torch.no_grad(), capture(network, list(layers) or "", stop=True) as captured:
-            captured.run(_black(network, height, width))
+        with (
+            torch.no_grad(),
+            torch.device("meta"),
+            capture(network, list(layers) or "", stop=True) as captured,
+        ):
+            captured.run(torch.empty(1, 3, height, width))
     except (LayerError, RuntimeError, AssertionError, ValueError):
         return False
     return True
@@ -152,13 +148,11 @@ def side_multiple(network: nn.Module, layers: Sequence[str] = ()) -> int | None:
     """The number that sides of images have to be multiples of; None for squares of one size only.
 
     Args:
-        network: a network in eval mode that takes images (B, 3, H, W).
+        network: on the meta device, in eval mode.
         layers: paths up to the last of which the pass has to come; empty for a whole pass.
     """
     return next((m for m in (32, 14) if takes(network, 7 * m, 8 * m, layers)), None)
 
-
-_FINISHED = attrgetter("finished")
 
 # Sides of dry-run images: both multiples of 32, and 224 also of 14, a usual side of patches.
 PROBES = (256, 224)
@@ -177,7 +171,7 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
 
     Args:
         name: the network's name, for messages.
-        network: a network in eval mode that takes images (B, 3, H, W).
+        network: on the meta device, in eval mode.
         count: number of layers, 1 to 3; the coarsest are taken first.
 
     Raises:
@@ -202,7 +196,7 @@ def _at_strides(table: Sequence[Layer], side: int) -> tuple[str, ...]:
     the network's features of that stride are complete.
     """
     latest: dict[int, str] = {}
-    for x in sorted(table, key=_FINISHED):
+    for x in sorted(table, key=attrgetter("finished")):
         layout = x.layout if x.path and x.runs == 1 and x.path.count(".") <= 1 else None
         if layout and (layout.axes == "tokens" or layout.stride * (x.shape or ())[-2] == side):
             latest[layout.stride] = x.path
@@ -215,7 +209,7 @@ def _late_blocks(table: Sequence[Layer]) -> tuple[str, ...]:
     Blocks are the outermost layers of one kind that put out tokens (1, N, C), four at least.
     """
     blocks: dict[tuple[int, str, str], list[str]] = {}
-    for x in sorted(table, key=_FINISHED):
+    for x in sorted(table, key=attrgetter("finished")):
         if x.shape is not None and len(x.shape) == 3:
             key = x.path.count("."), x.path.rpartition(".")[0], x.kind
             blocks.setdefault(key, []).append(x.path)
@@ -252,25 +246,24 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
             tokens; or it gives something else than a map (B, C, h, w), of a network that takes
             squares only.
     """
-    with torch.device("meta"):
-        run = truncate_in_place(network, layers)
-        side, paths = run.side, tuple(run.outputs)
-        layouts = []
-        for path, output in run.outputs.items():
-            layout = layout_of(output.shape, (side, side))
-            if layout is None:
-                raise LayerError(
-                    f"layer {path!r} gives {tuple(output.shape)}, not a feature map (B, C, h, w), "
-                    "nor a token for each patch; choose another layer"
-                )
-            layouts.append(layout)
-        only_maps = all(layout.axes == "map" for layout in layouts)
-        if not only_maps and not takes(network, side, 2 * side, paths):
+    run = truncate_in_place(network, layers)
+    side, paths = run.side, tuple(run.outputs)
+    layouts = []
+    for path, output in run.outputs.items():
+        layout = layout_of(output.shape, (side, side))
+        if layout is None:
             raise LayerError(
-                f"{type(network).__name__} takes images of {side}×{side} only, so its tokens "
-                "can't be placed on others; choose another network"
+                f"layer {path!r} gives {tuple(output.shape)}, not a feature map (B, C, h, w), "
+                "nor a token for each patch; choose another layer"
             )
-        return FeatureExtractor(network.eval(), paths, tuple(layouts), run.copies, run.pairs)
+        layouts.append(layout)
+    only_maps = all(layout.axes == "map" for layout in layouts)
+    if not only_maps and not takes(network, side, 2 * side, paths):
+        raise LayerError(
+            f"{type(network).__name__} takes images of {side}×{side} only, so its tokens "
+            "can't be placed on others; choose another network"
+        )
+    return FeatureExtractor(network.eval(), paths, tuple(layouts), run.copies, run.pairs)
 
 
 def describe(extractor: FeatureExtractor) -> dict[str, Any]:
@@ -311,13 +304,12 @@ def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureE
     )
 
 
-def truncate_in_place(network: nn.Module, layers: Sequence[str], side: int | None = None) -> DryRun:
+def truncate_in_place(network: nn.Module, layers: Sequence[str]) -> DryRun:
     """Drop every part of a network that isn't needed to compute `layers`, in place.
 
     Args:
         network: on the meta device.
         layers: paths in any form that `anomaly.hooks.resolve` takes.
-        side: side of the square dry-run image; by default the first of `probes` that fits.
 
     Raises:
         LayerError: a layer doesn't exist, never runs, runs several times, so that its path doesn't
@@ -326,7 +318,7 @@ def truncate_in_place(network: nn.Module, layers: Sequence[str], side: int | Non
     """
     paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
     sides = (each for each in probes(network) if takes(network, each, each, paths))
-    run = DryRun(network, paths, side or next(sides, PROBES[0]))
+    run = DryRun(network, paths, next(sides, PROBES[0]))
     _drop_unused(network, set(run.reads), keep=paths)
     return run
 

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
@@ -24,7 +24,7 @@ from anomaly.backbones.weights import (
     official_file,
     official_state,
     read_state,
-    weights_path,
+    weights_file,
 )
 from anomaly.errors import ConfigError, WeightsError, nearest, some
 
@@ -44,13 +44,14 @@ def _without_compiler(name: str) -> Any:
         return import_module(name)
     package, utils = ModuleType("torch._dynamo"), ModuleType("torch._dynamo.utils")
     vars(utils)["is_compile_supported"] = _is_compile_supported
-    disable = torch.compiler.disable
+    compiler: Any = torch.compiler
+    disable = compiler.disable
     sys.modules |= {"torch._dynamo": package, "torch._dynamo.utils": utils}
-    torch.compiler.disable = partial(_disabled_when_called, disable)
+    compiler.disable = _disabled_when_called
     try:
         return import_module(name)
     finally:
-        torch.compiler.disable = disable
+        compiler.disable = disable
         del sys.modules["torch._dynamo"], sys.modules["torch._dynamo.utils"]
 
 
@@ -59,16 +60,13 @@ def _is_compile_supported(device_type: str) -> bool:
     return bool(compiler.is_compile_supported(device_type))
 
 
-def _disabled_when_called(
-    disable: Callable[..., Any], fn: Any = None, recursive: bool = True, **options: Any
-) -> Any:
-    """`torch.compiler.disable`, put off until the function is called: it imports the compiler."""
-    if fn is None:
-        return partial(_disabled_when_called, disable, recursive=recursive, **options)
+def _disabled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.disable` of a function, put off until its call: it imports the compiler."""
 
-    @wraps(fn)
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return disable(fn, recursive, **options)(*args, **kwargs)
+        compiler: Any = torch.compiler
+        return compiler.disable(function)(*args, **kwargs)
 
     return call
 
@@ -120,55 +118,55 @@ class Backbone:
         return None
 
 
-# Networks of your own. A line is enough:
+def _resnet50_v1() -> nn.Module:
+    """ResNet-50 as published, with the stride in a block's first 1×1, not in torchvision's 3×3."""
+    network = torchvision.models.resnet50()
+    for stage in (network.layer2, network.layer3, network.layer4):
+        first, second = stage[0].conv1, stage[0].conv2
+        first.stride, second.stride = second.stride, first.stride
+    return cast(nn.Module, network)
+
+
+# Networks by name that neither torchvision nor timm has; also for your own, in a line:
 #     BACKBONES["mine"] = Backbone(MyNetwork)
 # For commands, a package names its `Backbone` as an entry point of the group `anomaly.backbones`.
-BACKBONES: dict[str, Backbone] = {}
+BACKBONES: dict[str, Backbone] = {"resnet50_v1": Backbone(_resnet50_v1)}
 
 
 def backbone_of(name: str) -> Backbone:
-    """The backbone of a name: from `BACKBONES`, timm, an installed package, or torchvision.
+    """The backbone of a name: from `BACKBONES`, timm, torchvision, or an installed package.
 
-    A name that nobody knows is taken for torchvision's; making that network raises ConfigError.
+    Raises:
+        ConfigError: nobody knows the name. One of timm is looked up when its network is made.
     """
     if name in BACKBONES:
         return BACKBONES[name]
     if name.startswith(_TIMM):
         return _Timm(name)
-    if name not in _torchvision_names() and (own := _of_package(name)):
-        return own
-    return _Torchvision(name)
-
-
-@cache
-def _of_package(name: str) -> Backbone | None:
-    entries = entry_points(group="anomaly.backbones", name=name)
-    return cast(Backbone, next(iter(entries)).load()) if entries else None
+    classifiers = torchvision.models.list_models(module=torchvision.models)
+    if name in classifiers:
+        return _Torchvision(name)
+    for entry in entry_points(group="anomaly.backbones", name=name):
+        return cast(Backbone, entry.load())
+    known = nearest(name, [*BACKBONES, *classifiers])
+    raise ConfigError(f"backbone.name {name!r} isn't a network; {known}")
 
 
 # Networks whose official weights come from TensorFlow, where inputs lie in [−1, 1].
 _FROM_TENSORFLOW = ("googlenet", "inception_v3")
 
 
-def _torchvision_names() -> list[str]:
-    """Torchvision's own classifiers, and `resnet50_v1`, of which it knows the newer form only."""
-    return sorted([*torchvision.models.list_models(module=torchvision.models), "resnet50_v1"])
-
-
 class _Torchvision(Backbone):
     """A network of torchvision."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(partial(_torchvision_network, name))
+        # The default, given because torchvision warns where it isn't.
+        extra = {"init_weights": True} if name in _FROM_TENSORFLOW else {}
+        super().__init__(partial(torchvision.models.get_model, name, weights=None, **extra))
         self._name = name
 
-    def weights(self) -> Any | None:
-        """Torchvision's enum member for `imagenet`: the first release, the one the papers used.
-
-        None for a network that torchvision publishes no weights for.
-        """
-        if self._name == "resnet50_v1" or self._name not in _torchvision_names():
-            return None
+    def weights(self) -> Any:
+        """Torchvision's enum member for `imagenet`: the first release, the one the papers used."""
         members = list(torchvision.models.get_model_weights(self._name))
         return next((m for m in members if m.name == "IMAGENET1K_V1"), members[0])
 
@@ -176,25 +174,17 @@ class _Torchvision(Backbone):
         """TensorFlow's for networks that come from there, else that of torchvision's transforms."""
         if self._name in _FROM_TENSORFLOW:
             return Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-        if (weights := self.weights()) is None:
-            return Normalisation()
-        preset = weights.transforms()
+        preset = self.weights().transforms()
         return Normalisation(tuple(preset.mean), tuple(preset.std))
 
     def official(self) -> tuple[State, str]:
         """The tensors of torchvision's file, found on disk or downloaded, and its sha256.
 
         Raises:
-            WeightsError: torchvision publishes none, or they can't be had; the message names a
-                network whose weights are on disk.
+            WeightsError: they can't be had; the message names a network whose weights are on disk.
         """
-        if (weights := self.weights()) is None:
-            raise WeightsError(
-                f"torchvision publishes no weights for {self._name}; give a file: "
-                "--set backbone.weights=/path/to/file.safetensors"
-            )
         try:
-            return official_state(weights.url)
+            return official_state(self.weights().url)
         except WeightsError as error:
             at_hand = [name for name in networks_on_disk() if name != self._name]
             if not at_hand:
@@ -203,22 +193,6 @@ class _Torchvision(Backbone):
                 f"{error}. Or use a network whose weights are on this machine: --set "
                 f"backbone.name={at_hand[0]}"
             ) from None
-
-
-def _torchvision_network(name: str) -> nn.Module:
-    if name not in _torchvision_names():
-        raise ConfigError(
-            f"backbone.name {name!r} isn't a network; {nearest(name, _torchvision_names())}"
-        )
-    # The default, given because torchvision warns where it isn't.
-    extra = {"init_weights": True} if name in _FROM_TENSORFLOW else {}
-    original = name == "resnet50_v1"
-    network = torchvision.models.get_model("resnet50" if original else name, weights=None, **extra)
-    if original:  # He et al.'s bottleneck: the stride sits on the first 1×1, not on the 3×3
-        for stage in (network.layer2, network.layer3, network.layer4):
-            first, second = stage[0].conv1, stage[0].conv2
-            first.stride, second.stride = second.stride, first.stride
-    return cast(nn.Module, network)
 
 
 _TIMM = "timm/"  # what the names of timm's networks begin with
@@ -381,7 +355,7 @@ def backbone_at_hand() -> tuple[str, str]:
 
 def _url(name: str) -> str:
     """The address of torchvision's weights for a network."""
-    return str(_Torchvision(name).weights().url)  # type: ignore[union-attr]
+    return str(_Torchvision(name).weights().url)
 
 
 def networks_on_disk() -> list[str]:
@@ -436,7 +410,7 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[State, str | None]
     Raises:
         WeightsError: there are none, or the file is missing, damaged or not the official one.
     """
-    backbone = backbone_of(name)
+    backbone, file = backbone_of(name), weights_file(weights)
     if weights == "random":
         log.warning(
             "backbone.weights is 'random': %s is untrained, so its scores mean NOTHING. Use it "
@@ -446,10 +420,7 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[State, str | None]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return dict(backbone.network().state_dict()), None
-    if weights == "imagenet":
-        state, sha256 = backbone.official()
-    else:
-        state, sha256 = read_state(weights_path(Path(weights)))
+    state, sha256 = read_state(file) if file else backbone.official()
     return backbone.renamed(state, build(name)), sha256
 
 

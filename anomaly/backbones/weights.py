@@ -37,36 +37,28 @@ State: TypeAlias = "dict[str, Tensor]"
 _PATIENCE, _PAUSE = 10.0, 30.0
 
 
-def check_weights(weights: str) -> None:
-    """Check that `backbone.weights` is `imagenet`, `random`, or a file that is there.
-
-    Raises:
-        WeightsError: no such file, or its suffix is none of a weights file.
-    """
-    if weights not in ("imagenet", "random"):
-        weights_path(Path(weights))
-
-
-def weights_path(path: Path) -> Path:
-    """A user's `.safetensors`, `.pth`, `.pt` or `.bin` file, with `~` replaced by the home folder.
+def weights_file(weights: str) -> Path | None:
+    """The file that `backbone.weights` names, its `~` replaced; None for `imagenet` and `random`.
 
     Raises:
         WeightsError: no such file, or its suffix is none of a weights file.
         AnomalyError: there is no home folder for its `~`.
     """
-    path = at_home(path)
-    if not path.is_file():
-        kind = "is a folder" if path.is_dir() else f"doesn't exist{looked_in(path)}"
+    if weights in ("imagenet", "random"):
+        return None
+    file = at_home(Path(weights))
+    if not file.is_file():
+        kind = "is a folder" if file.is_dir() else f"doesn't exist{looked_in(file)}"
         raise WeightsError(
-            f"backbone.weights: {path} {kind}. Give `imagenet`, `random`, "
+            f"backbone.weights: {file} {kind}. Give `imagenet`, `random`, "
             "or the path of a .safetensors or .pth file"
         )
-    if path.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
+    if file.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
         raise WeightsError(
-            f"backbone.weights: {path} isn't a .safetensors, .pth, .pt or .bin file; convert it "
+            f"backbone.weights: {file} isn't a .safetensors, .pth, .pt or .bin file; convert it "
             "first"
         )
-    return path
+    return file
 
 
 def search_folders() -> list[Path]:

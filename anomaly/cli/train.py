@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.backbones.weights import check_weights
+from anomaly.backbones.weights import weights_file
 from anomaly.cli import annex
 from anomaly.cli.terminal import ProgressLine
 from anomaly.config.load import load_config
@@ -38,7 +38,7 @@ def run_train(options: argparse.Namespace) -> int:
     with locked(output):
         # Refusals come before torch is imported, which takes seconds.
         dataset = open_dataset(data.format, data.root, data.category)
-        check_weights(config.backbone.weights)
+        weights_file(config.backbone.weights)  # refuses a wrong path
         warm_up(len(dataset.train))  # decoding processes start while torch is imported
         device = device_of(options.device)
         with ExitStack() as opened:

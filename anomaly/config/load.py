@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -178,29 +178,33 @@ def _refuse_unread(key: str, override: str, config: Config) -> None:
 
 
 def find_config(path: str | Path) -> Path:
-    """The config file meant by `path`: itself, or a bare name inside one of `FOLDERS`.
+    """The config file that a path or a bare name means; a bare name may lie in one of `FOLDERS`.
 
     Raises:
         ConfigError: there is none; the message names those that are alike.
         AnomalyError: there is no home folder for its `~`.
     """
     given = at_home(Path(path))
-    names = [given] if given.suffix or not given.name else [given, given.with_suffix(".yaml")]
-    folders = [folder for folder in FOLDERS if folder.is_dir()]
-    places = [Path(), *([] if len(given.parts) > 1 else folders)]
-    for place in places:
-        for name in names:
-            if (place / name).is_file():
-                return place / name
+    folders = [] if len(given.parts) > 1 else [each for each in FOLDERS if each.is_dir()]
+    if file := _first_file(given, [Path(), *folders]):
+        return file
     if given.is_dir():
         raise ConfigError(
             f"{given} is a folder; --config takes one YAML file, and `anomaly start` writes one "
             "for a folder of images"
         )
-    known = [f.name for folder in folders for f in folder.glob("*.yaml")]
-    looked = ", ".join(str(p) for p in places[1:]) or "nowhere else"
+    known = [file.name for folder in FOLDERS for file in folder.glob("*.yaml")]
+    looked = ", ".join(map(str, folders)) or "nowhere else"
     hint = f"; {nearest(given.name, known)}" if known else ""
     raise ConfigError(f"no config {given} (also looked in: {looked}){hint}")
+
+
+def _first_file(name: Path, places: Iterable[Path]) -> Path | None:
+    """The first file of a name, with or without `.yaml` at its end, in some folders."""
+    names = [name] if name.suffix or not name.name else [name, name.with_suffix(".yaml")]
+    files = (place / each for place in places for each in names)
+    # Not Path.is_file, which raises for a name that is too long.
+    return next((file for file in files if os.path.isfile(file)), None)  # noqa: PTH113
 
 
 def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -224,10 +228,7 @@ def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if base is None:
         return values
     places = [file.parent, *FOLDERS]
-    # Not Path.is_file, which raises for a name that is too long.
-    bases = (path for place in places if os.path.isfile(path := place / str(base)))  # noqa: PTH113
-    base_file = next(bases, None)
-    if base_file is None:
+    if (base_file := _first_file(Path(str(base)), places)) is None:
         looked = ", ".join(str(place) for place in places if place.is_dir())
         raise ConfigError(
             f"{file}: there is no base {str(base)[:200]} (looked in: {looked}); correct the "

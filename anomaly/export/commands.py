@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from anomaly.backbones.engine import ENGINES, Graph, installed
-from anomaly.backbones.weights import check_weights
+from anomaly.backbones.weights import weights_file
 from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.samples import Sample
@@ -327,7 +327,7 @@ def run_features(options: argparse.Namespace) -> int:
         raise AnomalyError("--layers has an empty name; name layers, such as layer3")
     if options.model is None:
         options.weights = options.weights or "imagenet"
-        check_weights(options.weights)
+        weights_file(options.weights)  # refuses a wrong path before torch is imported
     else:
         for name in ("layers", "weights"):
             if getattr(options, name):

@@ -91,7 +91,7 @@ def from_backbone(
     """
     network = build(name)
     layers = layers or default_layers(name, network, 3)
-    paths = list(truncate_in_place(network, layers, _SIDE).outputs)
+    paths = list(truncate_in_place(network, layers).outputs)
     # Untruncated: it says which keys a weights file may have, and which sides images need.
     whole = build(name)
     multiple = side_multiple(whole, layers)

@@ -52,8 +52,6 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     Raises:
         ConfigError: the network doesn't take them; the message names a size that it takes.
     """
-    import torch
-
     from anomaly.backbones.layers import probes, takes
 
     image, patch, network = config.image, extractor.patch, extractor.network
@@ -72,10 +70,9 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
             f"image.{key} is {side}, but the network cuts images into patches of {patch} pixels; "
             f"choose {f'{low} or ' if low else ''}{low + patch}"
         )
-    with torch.device("meta"):  # shapes only, without computing
-        if takes(network, height, width, extractor.layers):
-            return
-        fits = [s for s in probes(network) if takes(network, s, s, extractor.layers)]
+    if takes(network, height, width, extractor.layers):
+        return
+    fits = [s for s in probes(network) if takes(network, s, s, extractor.layers)]
     best = min(fits, key=lambda fit: abs(fit - side))
     remedy = "resize" if key == "area" and not image.tile else key
     raise ConfigError(

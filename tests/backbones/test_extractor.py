@@ -32,7 +32,7 @@ from anomaly.errors import LayerError
 from anomaly.hooks import capture, live_hooks
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput
-from anomaly.storage import load as checkpoint
+from anomaly.storage import models as checkpoint
 from anomaly.storage.models import load_model
 
 CPU = torch.device("cpu")
@@ -386,7 +386,7 @@ def test_rounding_is_measured_against_an_independent_rounding() -> None:
     """One layer, so that the share can be worked out: conv in float64 against rounded operands."""
     one = extractor("resnet18", ["conv1"])
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    (share,) = features.rounding_share(one, images)
+    share = features.rounding_share(one, images)
     weight = one.network.conv1.weight.detach().double()
     exact = torch.nn.functional.conv2d(images.double(), weight, stride=2, padding=3)
     rounded = torch.nn.functional.conv2d(

@@ -30,7 +30,8 @@ def by_path(table: list[Layer]) -> dict[str, Layer]:
 
 
 def test_a_small_network_by_hand() -> None:
-    network = Net().eval()
+    with torch.device("meta"):
+        network = Net().eval()
     table = layer_table(network, 32)
     assert live_hooks(network) == 0
     assert [x.path for x in table] == ["", "body", "body.0", "body.1", "twice", "idle", "head"]
@@ -80,8 +81,3 @@ def test_transformers_have_no_late_map_and_take_squares_only() -> None:
     assert side_multiple(network, ["conv_proj"]) is None  # it checks before its first layer
     with pytest.raises(LayerError, match=r"doesn't take images of 200×200; give another size"):
         layer_table(network, 200)
-
-
-def test_a_network_on_a_real_device_is_described_too() -> None:
-    torch.manual_seed(0)
-    assert layer_table(nn.Sequential(nn.Conv2d(3, 2, 2, stride=2)), 8)[1].shape == (1, 2, 4, 4)

@@ -36,7 +36,9 @@ def _official(folder: Path, state: dict[str, Tensor] = STATE) -> tuple[str, Path
 
 def own_state(file: str | Path) -> tuple[dict[str, Tensor], str]:
     """As a user's file is read."""
-    return weights.read_state(weights.weights_path(Path(file)))
+    path = weights.weights_file(str(file))
+    assert path is not None
+    return weights.read_state(path)
 
 
 def _no_network(url: str) -> None:
