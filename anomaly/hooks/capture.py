@@ -46,11 +46,14 @@ class Capture:
             uses, so that it can stand in a loss or be differentiated by.
         clone: copy outputs, so that a later in-place layer (ReLU6, `out += identity`) can't
             overwrite them. Without it `pop` raises if that happened (which PyTorch can't tell for
-            tensors made under `torch.inference_mode`). With `grad` nothing is copied.
+            tensors made under `torch.inference_mode`).
+        device: the device that outputs are moved to.
+        dtype: floating-point type that outputs are converted to; indices stay as they are.
         keep: number of the latest calls kept of each layer; None keeps all.
+        max_bytes: raise an error before more than so many bytes are kept.
 
     Raises:
-        LayerError: a layer doesn't exist or can't be hooked; or `keep` is below 1.
+        LayerError: a layer doesn't exist, can't be hooked, or the options contradict each other.
     """
 
     def __init__(
@@ -61,15 +64,31 @@ class Capture:
         stop: bool = False,
         grad: bool = False,
         clone: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         keep: int | None = 1,
+        max_bytes: int | None = None,
     ) -> None:
+        if grad and (device is not None or dtype is not None or not clone):
+            raise LayerError(
+                "grad=True keeps the very tensor that the network uses: leave clone, device and "
+                "dtype as they are and convert what `pop` returns"
+            )
         if keep is not None and keep < 1:
             raise LayerError(f"keep={keep}: keep at least 1 call of each layer, or None for all")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise LayerError(f"dtype={dtype!r}: give one of torch's, such as torch.float16")
+        try:
+            self._device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise LayerError(f"device={device!r} is no device: {reason}") from None
         self._model = model
         self._modules = select(model, layers)
         if not self._modules:
             raise LayerError("no layer to capture: name at least one")
-        self._stop, self._grad, self._clone, self._kept_calls = stop, grad, clone, keep
+        self._stop, self._grad, self._clone, self._dtype = stop, grad, clone, dtype
+        self._kept_calls, self._max_bytes = keep, max_bytes
         self._handles: list[RemovableHandle] = []
         self._pending: set[str] = set()
         self._calls: dict[str, deque[list[_Kept]]] = {}
@@ -173,6 +192,8 @@ class Capture:
                 refuse_hidden(repr(path), output)
                 raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
             self._calls[path].append(call)
+            if self._max_bytes is not None:  # a traced tensor's size isn't known
+                self._check_memory(self._max_bytes)
             if last and not self._running:
                 raise LayerError(
                     "the network was called itself, and stop=True ends only passes that the "
@@ -192,9 +213,18 @@ class Capture:
             return _Kept(name, tensor, None)
         if tensor.requires_grad:
             tensor = tensor.detach()
-        if self._clone:
-            tensor = tensor.clone()
+        if self._clone or self._device is not None or self._dtype is not None:
+            dtype = self._dtype if tensor.is_floating_point() else None
+            tensor = tensor.to(self._device, dtype, copy=self._clone)
         return _Kept(name, tensor, None if tensor.is_inference() else tensor._version)
+
+    def _check_memory(self, limit: int) -> None:
+        held = sum(k.tensor.nbytes for layer in self._calls.values() for c in layer for k in c)
+        if held > limit:
+            raise LayerError(
+                f"captured tensors take {held} bytes, more than max_bytes={limit}: name fewer "
+                "layers, lower keep, use a smaller dtype or batch, or read them more often"
+            )
 
 
 capture = Capture  # named for what a `with` statement does

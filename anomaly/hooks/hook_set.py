@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from reprlib import repr as short
 from types import FrameType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_hooks
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
-from anomaly.errors import LayerError
+from anomaly.errors import LayerError, nearest
 from anomaly.hooks.capture import (
     Attached,
     Hook,
@@ -43,12 +44,18 @@ class _BackwardGates(threading.local):
         self._open: list[tuple[int, BackwardHook]] = []
 
     def enter(
-        self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[Any, ...] | None:
         """Put the gate at the layer's input, as a forward-pre hook; keyword tensors pass it, too.
 
+        Args:
+            module: the layer.
+            inputs: its positional inputs.
+            kwargs: its keyword inputs; None in a global hook, to which PyTorch doesn't give them.
+
         Returns:
-            The inputs and keyword inputs for the layer; None where no gradient is wanted.
+            The inputs for the layer, and with `kwargs` the pair (inputs, keyword inputs); None
+            where no gradient is wanted.
         """
         frame: FrameType | None = sys._getframe(2)  # of the layer's call, behind `Attached`
         own, around = id(frame), set()
@@ -60,14 +67,16 @@ class _BackwardGates(threading.local):
         self._open = [entry for entry in self._open if entry[0] in around - {own}]
         gate = BackwardHook(module, self._hooks, self._pre_hooks)
         self._open.append((own, gate))
-        names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
-        ungated = (*inputs, *(kwargs[name] for name in names))
+        named = {k: v for k, v in (kwargs or {}).items() if isinstance(v, Tensor)}
+        ungated = (*inputs, *named.values())
         gated = gate.setup_input_hook(ungated)  # type: ignore[no-untyped-call]
         if gated is ungated:  # no input takes part in the backward pass
             return None
         copies = map_tensors(Tensor.clone, gated)
-        named = zip(names, copies[len(inputs) :], strict=True)
-        return copies[: len(inputs)], {**kwargs, **dict(named)}
+        if kwargs is None:
+            return copies  # type: ignore[no-any-return]
+        named = dict(zip(named, copies[len(inputs) :], strict=True))
+        return copies[: len(inputs)], {**kwargs, **named}
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         """Put the gate at the layer's output, as a forward hook.
@@ -93,6 +102,8 @@ class _BackwardGates(threading.local):
 
 Layers: TypeAlias = Selector | Sequence[Selector]
 Event: TypeAlias = Literal["forward", "forward_pre", "backward", "backward_pre"]
+
+_Register: TypeAlias = Callable[[Hook], RemovableHandle]  # a function of PyTorch's
 
 # Names of the arguments that PyTorch gives to the hooks of each event.
 _SHOWN: dict[Event, tuple[str, ...]] = {
@@ -242,6 +253,27 @@ class HookSet:
 
         return self._add(parameter.register_post_accumulate_grad_hook(call))  # type: ignore[no-untyped-call]
 
+    def everywhere(self, event: Event, hook: Hook, /, *extra: Any, **named: Any) -> list[Handle]:
+        """Call `hook` at every layer of every network in the process (global module hooks).
+
+        Args:
+            event: the method whose arguments the hook takes and whose return value it gives.
+            hook: the function.
+            *extra: further arguments for the hook.
+            **named: further arguments by name.
+
+        Returns:
+            One handle.
+
+        Raises:
+            LayerError: there is no such event.
+        """
+        if event not in get_args(Event):
+            raise LayerError(f"there is no hook event {event!r}; {nearest(event, get_args(Event))}")
+        call = _with_extra(hook, _SHOWN[event], extra, named)
+        before = torch_hooks.register_module_forward_pre_hook
+        return [self._register(event, call, before, torch_hooks.register_module_forward_hook)]
+
     def _on_layers(
         self,
         event: Event,
@@ -258,19 +290,26 @@ class HookSet:
         call = _with_extra(hook, shown, extra, named)
         modules = list(select(self._model, layers).values())
         self._handles += refuse_compiled(self._model, modules)
-        return [self._on_layer(event, module, call, with_kwargs) for module in modules]
+        # A backward hook's gate stands around keyword inputs, too.
+        before = with_kwargs or event != "forward_pre"
+        return [
+            self._register(
+                event,
+                call,
+                partial(module.register_forward_pre_hook, with_kwargs=before),
+                partial(module.register_forward_hook, with_kwargs=with_kwargs),
+            )
+            for module in modules
+        ]
 
-    def _on_layer(self, event: Event, module: nn.Module, call: Hook, with_kwargs: bool) -> Handle:
-        """Register a function at one layer; a backward hook stands there as two forward hooks."""
-        before, after = module.register_forward_pre_hook, module.register_forward_hook
+    def _register(self, event: Event, call: Hook, before: _Register, after: _Register) -> Handle:
+        """Register a hook; a backward hook stands there as hooks before and after the layer."""
         if event == "forward":
-            return self._add(after(Attached(call), with_kwargs=with_kwargs))
+            return self._add(after(Attached(call)))
         if event == "forward_pre":
-            return self._add(before(Attached(call), with_kwargs=with_kwargs))
+            return self._add(before(Attached(call)))
         gates = _BackwardGates(event, call)
-        return self._add(
-            before(Attached(gates.enter), with_kwargs=True), after(Attached(gates.leave))
-        )
+        return self._add(before(Attached(gates.enter)), after(Attached(gates.leave)))
 
     def _add(self, *parts: RemovableHandle) -> Handle:
         handle = Handle(parts)

@@ -7,6 +7,7 @@ import torch
 from torch import randn
 from torchvision.models import resnet18
 
+from anomaly.errors import LayerError
 from anomaly.hooks import capture
 
 model = resnet18(weights=None).eval()
@@ -27,8 +28,12 @@ with torch.no_grad(), capture(model, "layer1") as captured:
     gc.collect()
     assert reference() is None
 
-# However often the layer runs, the last two calls are kept.
-with torch.no_grad(), capture(model, "layer1", keep=2) as captured:
-    for _ in range(10):
-        captured.run(images)
-    assert len(captured.pop_calls()["layer1"]) == 2
+# A bound that is an error rather than a full memory: 4 x 64 x 16 x 16 float32 are 262,144 bytes.
+with torch.no_grad(), capture(model, "layer1", keep=None, max_bytes=600_000) as captured:
+    try:
+        for _ in range(10):
+            captured.run(images)
+    except LayerError as error:
+        print(error)
+    else:
+        raise AssertionError("ten batches fitted into the bound")

@@ -173,13 +173,19 @@ def test_without_clone_an_overwritten_output_is_an_error_and_others_are_not_copi
         assert captured.pop()["0"].data_ptr() == x.data_ptr()
 
 
-def test_arrays_of_bfloat16_are_float32() -> None:
-    network, x = build(["conv"]).bfloat16(), torch.randn(2, 3, 4, 4).bfloat16()
-    with capture(network, "0") as captured:
-        expected = captured.run(x)
+def test_policies_change_device_dtype_and_kind() -> None:
+    network = build(["conv", "relu"])
+    x = torch.randn(2, 3, 4, 4)
+    expected = by_hand(network, x)[0]
+    with capture(network, "0", device="cpu", dtype=torch.bfloat16) as captured:
+        captured.run(x)
+        kept = captured.pop()["0"]
+        assert kept.dtype == torch.bfloat16
+        assert not kept.requires_grad
+        captured.run(x)
         array = captured.pop_numpy()["0"]
     assert isinstance(array, np.ndarray)
-    np.testing.assert_array_equal(array, expected.detach().float().numpy())
+    np.testing.assert_array_equal(array, expected.detach().bfloat16().float().numpy())
 
 
 class Twice(nn.Module):
@@ -204,6 +210,20 @@ def test_calls_of_one_module_are_told_apart() -> None:
         assert len(calls) == expected
         for got, want in zip(reversed(calls), reversed(by_hand), strict=False):
             torch.testing.assert_close(got, want)
+
+
+def test_memory_is_bounded() -> None:
+    network = nn.Sequential(nn.Identity())
+    x = torch.zeros(256)
+    with capture(network, "0", keep=None, max_bytes=3 * x.nbytes) as captured:
+        for _ in range(3):
+            captured.run(x)
+        with pytest.raises(LayerError, match="take 4096 bytes, more than max_bytes=3072"):
+            captured.run(x)
+    with capture(network, "0", keep=3, max_bytes=3 * x.nbytes) as captured:
+        for _ in range(10):
+            captured.run(x)
+        assert len(captured.pop_calls()["0"]) == 3
 
 
 class Pair(NamedTuple):
@@ -250,8 +270,15 @@ def test_outputs_of_several_tensors_have_a_name_each() -> None:
 
 def test_senseless_options_are_refused() -> None:
     network = build(["conv"])
-    with pytest.raises(LayerError, match="keep at least"):
-        capture(network, "0", keep=0)
+    for options, says in (
+        *(({"grad": True, key: value}, "grad=True keeps the very tensor")
+          for key, value in (("dtype", torch.float16), ("device", "cpu"), ("clone", False))),
+        ({"keep": 0}, "keep at least"),
+        ({"dtype": "float16"}, "give one of torch's"),
+        *(({"device": device}, "is no device") for device in ("gpu", [])),
+    ):  # fmt: skip
+        with pytest.raises(LayerError, match=says):
+            capture(network, "0", **options)  # type: ignore[arg-type]
     with pytest.raises(LayerError, match="name at least one"):
         capture(network, [])
     refused = pytest.raises(LayerError, match="needs autograd")
@@ -336,3 +363,11 @@ def test_a_layer_under_two_names_is_refused() -> None:
         capture(network, ["a", "b"])
     with capture(network, ["a", "a"]):
         pass
+
+
+def test_indices_stay_exact_whatever_the_dtype() -> None:
+    network = nn.Sequential(nn.MaxPool2d(2, return_indices=True))
+    with capture(network, "0", dtype=torch.float16) as captured:
+        network(torch.randn(1, 1, 128, 128))
+        found = captured.pop()
+    assert [value.dtype for value in found.values()] == [torch.float16, torch.int64]

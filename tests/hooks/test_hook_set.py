@@ -188,6 +188,13 @@ def test_tensor_hooks_replace_gradients_and_are_removed() -> None:
         hooks.tensor(torch.zeros(2), torch.clone)
 
 
+def register(hooks: HookSet, event: Any, layers: Any, everywhere: bool, hook: Any) -> None:
+    if everywhere:
+        hooks.everywhere(event, hook)
+    else:
+        getattr(hooks, event)(layers, hook)
+
+
 IN_PLACE = {
     "forward": lambda module, inputs, output: output.mul_(2),
     "forward_pre": lambda module, inputs: inputs[0].mul_(2),
@@ -200,10 +207,11 @@ IN_PLACE = {
 def test_a_hook_that_changes_a_tensor_in_place_is_refused(event: Any) -> None:
     network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     x = torch.ones(2, 3, requires_grad=True) * 1
-    with HookSet(network) as hooks:
-        getattr(hooks, event)("0", IN_PLACE[event])
-        with pytest.raises(LayerError, match="lambda> changed a tensor in place"):
-            network(x).square().sum().backward()
+    for everywhere in (False, True):
+        with HookSet(network) as hooks:
+            register(hooks, event, "0", everywhere, IN_PLACE[event])
+            with pytest.raises(LayerError, match="lambda> changed a tensor in place"):
+                network(x).square().sum().backward()
     with HookSet(network) as hooks:
         hooks.tensor(x, lambda grad: grad.mul_(2))
         with pytest.raises(LayerError, match="changed a tensor in place"):
@@ -239,6 +247,29 @@ def test_backward_hooks_reach_inside_dicts() -> None:
     ((grad_input, grad_output),) = seen
     torch.testing.assert_close(grad_output, (torch.ones(2), torch.ones(2)))
     torch.testing.assert_close(grad_input, (torch.full((2,), 5.0),))
+
+
+@pytest.mark.parametrize("event", ["forward", "forward_pre", "backward", "backward_pre"])
+def test_global_hooks_fire_for_every_module_and_are_removed(event: Any) -> None:
+    network = nn.Sequential(nn.BatchNorm2d(2), nn.ReLU6(inplace=True)).eval()
+    other = nn.Linear(2, 2)
+    fired: list[nn.Module] = []
+
+    def run() -> None:
+        network(torch.zeros(1, 2, 3, 3, requires_grad=True)).sum().backward()
+        other(torch.zeros(1, 2, requires_grad=True)).sum().backward()
+
+    with HookSet(network) as hooks:
+        with pytest.raises(LayerError, match=f"'{event}s'; did you mean '{event}'"):
+            hooks.everywhere(f"{event}s", print)  # type: ignore[arg-type]
+        (handle,) = hooks.everywhere(event, lambda module, *_: fired.append(module))
+        run()
+        assert live_hooks(other) > 0
+        handle.remove()
+        run()
+    assert len(fired) == 4
+    assert set(fired) == {network, network[0], network[1], other}
+    assert live_hooks(network) == live_hooks(other) == 0
 
 
 class Sometimes(nn.Module):
@@ -317,7 +348,7 @@ def test_no_hook_remains_after_any_path_and_the_network_is_as_before(
     breaking.when = data.draw(st.sampled_from(["never", "forward", "backward"]))
     events = st.sampled_from(["forward", "forward_pre", "backward", "backward_pre"])
     places = st.sampled_from(["*", "0", "[-1]", "**", nn.Conv2d, nn.Module, "missing"])
-    plans = st.lists(st.tuples(events, places, st.booleans()), max_size=5)
+    plans = st.lists(st.tuples(events, places, st.booleans(), st.booleans()), max_size=5)
     captured = data.draw(st.none() | st.sampled_from(["0", "0.norm", nn.Conv2d]))
     stop, grad = data.draw(st.booleans()), data.draw(st.booleans())
 
@@ -327,9 +358,9 @@ def test_no_hook_remains_after_any_path_and_the_network_is_as_before(
 
     errors = suppress(ZeroDivisionError, KeyError, LayerError)
     with errors, ExitStack() as stack:
-        for event, layers, fails in data.draw(plans):
+        for event, layers, everywhere, fails in data.draw(plans):
             hooks = stack.enter_context(HookSet(network))
-            getattr(hooks, event)(layers, partial(act, fails=fails))
+            register(hooks, event, layers, everywhere, partial(act, fails=fails))
         if captured is not None:
             opened = stack.enter_context(capture(network, captured, stop=stop, grad=grad))
             opened.run(x)
@@ -340,12 +371,13 @@ def test_no_hook_remains_after_any_path_and_the_network_is_as_before(
     torch.testing.assert_close(network(x), expected, rtol=0, atol=0)
 
 
-def test_stopped_passes_leave_nothing_behind_in_backward_hooks() -> None:
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_stopped_passes_leave_nothing_behind_in_backward_hooks(everywhere: bool) -> None:
     network = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)))
     x = torch.randn(2, 3, requires_grad=True)
     seen: list[int] = []
     with HookSet(network) as hooks:
-        hooks.backward(nn.Module, lambda *_: seen.append(1))
+        register(hooks, "backward", nn.Module, everywhere, lambda *_: seen.append(1))
         for _ in range(20):
             with capture(network, "2", stop=True) as captured:
                 captured.run(x)
@@ -373,7 +405,7 @@ def test_a_hook_that_cannot_be_called_is_told_when_it_is_registered() -> None:
         with pytest.raises(LayerError, match=r"scaled\(grad, 2.0, factor=3.0\): multiple values"):
             hooks.tensor(model[0].weight, scaled, 2.0, factor=3.0)
         with pytest.raises(LayerError, match=r"grad_output\)"):
-            hooks.backward("[0]", two)
+            hooks.everywhere("backward", two)
         assert live_hooks(model) == 0
         hooks.forward_pre("[0]", two)
         hooks.tensor(model[0].weight, torch.mul, 2.0)
