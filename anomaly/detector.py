@@ -200,7 +200,7 @@ class Detector:
         asked = Asked(reject_rate, review_rate, threshold, review_threshold)
         asked.check(good=good_images is not None, production=False)
         decoding = self.model.loading.decoding
-        good = [] if good_images is None else samples_of(good_images, decoding)
+        good = [] if good_images is None else samples_of(good_images, "good images", decoding)
         return Detector(recalibrate(self.model, asked, good=good).agreed(force=force))
 
     def update(
@@ -232,8 +232,8 @@ class Detector:
             from anomaly.desk.update import update
 
         decoding = self.model.loading.decoding
-        good = samples_of(good_images, decoding)
-        bad = [] if defects is None else samples_of(defects, decoding, "defects")
+        good = samples_of(good_images, "good images", decoding)
+        bad = [] if defects is None else samples_of(defects, "defects", decoding, defects=True)
         made = update(self.model, good, defects=bad, include_suspects=include_suspects)
         return Detector(made.agreed(force=force))
 
@@ -387,4 +387,4 @@ def _samples(images: TrainingImages, decoding: Decoding) -> list[Sample]:
         return list(images.train)
     if is_one(images) and not isinstance(images, str | os.PathLike):
         raise DataError("one image shows no variation; give a list of good images, or their folder")
-    return samples_of(images, decoding, "images")
+    return samples_of(images, "images", decoding)

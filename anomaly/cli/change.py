@@ -6,7 +6,7 @@ import argparse
 import logging
 import shlex
 import tempfile
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,11 @@ from anomaly.cli import annex
 from anomaly.cli.commands import number
 from anomaly.cli.terminal import ProgressLine, agreed, ask
 from anomaly.config.load import FOLDERS, find_config, load_config
-from anomaly.datasets.inputs import check_inputs, find_inputs, open_test_images
+from anomaly.datasets.inputs import open_test_images
 from anomaly.datasets.layouts import open_dataset
 from anomaly.datasets.samples import Sample
 from anomaly.desk.calibrate import Asked, recalibrate
+from anomaly.desk.change import samples_of
 from anomaly.errors import AnomalyError, DataError, OutputError
 from anomaly.files.writing import RUN, claim, locked
 from anomaly.runtime import device_of
@@ -98,10 +99,8 @@ def _images_of(options: argparse.Namespace, name: str, *, unsorted: bool = False
             contradict the option.
     """
     paths: list[Path] = getattr(options, name)
-    images = find_inputs(paths, option=f"--{name}").paths if paths else []
-    if not unsorted:
-        check_inputs(paths, images, defects=name == "defects")
-    return [Sample(path, str(path)) for path in images]
+    defects = None if unsorted else name == "defects"
+    return samples_of(paths, f"--{name}", defects=defects) if paths else []
 
 
 def run_update(options: argparse.Namespace) -> int:
@@ -113,8 +112,7 @@ def run_update(options: argparse.Namespace) -> int:
     """
     if not options.good and options.feedback is None:
         raise AnomalyError("there is nothing to learn; give --good, --feedback, or both")
-    # Good images keep their files' names in the model; defects of several folders may share names.
-    good = [replace(image, name=image.path.name) for image in _images_of(options, "good")]
+    good = _images_of(options, "good")
     defects = _images_of(options, "defects")
     folder = find_model(options.model, exported=False)
     output: Path = options.output
@@ -134,7 +132,7 @@ def _learn(
     good: list[Sample],
     defects: list[Sample],
 ) -> int:
-    from anomaly.desk.update import keep, update
+    from anomaly.desk.update import save_updated, update
 
     model = load_model(folder)
     past: list[Sample] = []
@@ -158,7 +156,7 @@ def _learn(
     if not agreed(made.doubts, options):
         return 1
     output: Path = options.output
-    model_id = keep(made.after, options.model, output, overwrite=options.overwrite)
+    model_id = save_updated(made.after, options.model, output, overwrite=options.overwrite)
     if (scratch / _JUDGED).is_dir():
         (scratch / _JUDGED).rename(output / _JUDGED)
     print(f"{output / 'model'} holds model {model_id}, updated from {folder}")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from anomaly.calibration.rates import Rate, percent, rate_anywhere
@@ -171,7 +169,7 @@ def recalibrate(
     if taken:
         images["taken as defects"] = taken
     if defects:
-        images["defects"] = {defect.name: defect.sha256 for defect in defects}
+        images["defects"] = {str(defect.path): defect.sha256 for defect in defects}
     rates = cost.defects_found(limits, defects)
     record = change(asked.values(), model.thresholds, limits, images, rates)
     changes = (*model.changes, {**record, "model_before": model.model_id})
@@ -277,23 +275,13 @@ def _good_scores(scored: Sequence[Scored]) -> GoodScores:
     # Images of one part vary together: thresholds count parts.
     groups = {image.sample.group or i for i, (image, _) in enumerate(kept)}
     return GoodScores(
-        tuple(_names([image.sample.path for image, _ in kept])),
+        tuple(image.sample.name for image, _ in kept),
         tuple(value for _, value in kept),
         tuple(image.peak for image, _ in kept),
         f"{len(kept)} good images that the model hasn't learned from",
         groups=len(groups) if any(image.sample.group for image, _ in kept) else None,
         hashes=tuple(image.sha256 for image, _ in kept),
     )
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Names of image files, with folders where two files share a name."""
-    names = [path.name for path in paths]
-    if len(set(names)) == len(names):
-        return names
-    places = [path.absolute() for path in paths]
-    common = Path(os.path.commonpath([place.parent for place in places]))
-    return [place.relative_to(common).as_posix() for place in places]
 
 
 def _known_scores(detector: Model, known: Iterable[Sample]) -> GoodScores:

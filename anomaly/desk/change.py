@@ -19,7 +19,7 @@ from anomaly.desk.golden import golden_samples
 from anomaly.errors import AnomalyError, DataError, counted, first_of, some
 from anomaly.evaluation.evaluate import dataset_of
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
-from anomaly.imaging.read import Decoding, described
+from anomaly.imaging.read import DEFAULT, Decoding, described
 from anomaly.runtime import StageProgress
 from anomaly.scoring.model import Model, Scored, score
 from anomaly.storage.thresholds import recorded
@@ -77,13 +77,13 @@ class Compared:
     """Verdicts and scores of one image before and after a change.
 
     Attributes:
-        name: the image's name.
+        sample: the image.
         before: the verdict before the change.
         after: the verdict after it.
         scores: the scores before and after.
     """
 
-    name: str
+    sample: Sample
     before: str
     after: str
     scores: tuple[float, float]
@@ -95,7 +95,7 @@ class Compared:
 
     def __str__(self) -> str:
         scores = " -> ".join(dict.fromkeys(f"{score:.4g}" for score in self.scores))
-        return f"{self.name}: {self.before} -> {self.after} ({scores})"
+        return f"{self.sample.name}: {self.before} -> {self.after} ({scores})"
 
 
 def is_flagged(verdict: str) -> bool:
@@ -119,14 +119,14 @@ class Price:
 
     def defects_found(self, limits: Thresholds, defects: Iterable[Sample]) -> dict[str, Any] | None:
         """Rates of given defects that new thresholds reject and catch; None without a defect."""
-        names = {defect.name for defect in defects}
-        scores = [image.scores[1] for image in self.of(DEFECTS) if image.name in names]
+        given = {defect.path for defect in defects}
+        scores = [image.scores[1] for image in self.of(DEFECTS) if image.sample.path in given]
         if not scores:
             return None
         chosen = limits.label != "calibrated"  # set by hand, perhaps with these defects in view
-        both = {"rejected": limits.image, "caught": limits.review}
         return {
-            what: asdict(rate_above(scores, value, chosen=chosen)) for what, value in both.items()
+            verdict: asdict(rate_above(scores, value, chosen=chosen))
+            for verdict, value in (("rejected", limits.image), ("caught", limits.review))
         }
 
     @property
@@ -136,17 +136,15 @@ class Price:
         Defects that stay missed are no reason. Production images that are rejected now count as
         defects here: nobody has judged them.
         """
-        lost = [image.name for image in self.of(DEFECTS) if image.newly_passes]
-        unjudged = [
-            image.name
-            for image in self.of(PRODUCTION)
-            if image.newly_passes and image.before == "reject"
-        ]
+        lost = [image for image in self.of(DEFECTS) if image.newly_passes]
+        unjudged = [image for image in self.of(PRODUCTION) if image.newly_passes]
+        unjudged = [image for image in unjudged if image.before == "reject"]
         passing = [(lost, "known defect", "caught"), (unjudged, "unjudged image", "rejected")]
         return "; ".join(
-            f"{counted(len(names), noun)} now {verdict} would be called good ({some(names)})"
-            for names, noun, verdict in passing
-            if names
+            f"{counted(len(images), noun)} now {verdict} would be called good "
+            f"({some([image.sample.name for image in images])})"
+            for images, noun, verdict in passing
+            if images
         )
 
     @property
@@ -172,7 +170,7 @@ class Price:
             yield f"{kind} {verb}: {before} of {len(images)} before, {after} after"
             changed = [image for image in images if image.before != image.after]
             # Escapes first.
-            changed.sort(key=lambda image: (not image.newly_passes, image.name))
+            changed.sort(key=lambda image: (not image.newly_passes, image.sample.name))
             yield from (f"  {image}" for image in first_of([*map(str, changed)], most=_LISTED))
         missed = sum(image.before == image.after == "good" for image in self.of(DEFECTS))
         if missed:
@@ -224,9 +222,7 @@ def compare(
         limits: thresholds before and after.
     """
     return [
-        Compared(
-            old.sample.name, old.verdict(limits[0]), new.verdict(limits[1]), (old.score, new.score)
-        )
+        Compared(old.sample, old.verdict(limits[0]), new.verdict(limits[1]), (old.score, new.score))
         for old, new in zip(before, after, strict=True)
         if old.score is not None and new.score is not None
     ]
@@ -349,21 +345,25 @@ def fresh(
 
 def samples_of(
     images: str | os.PathLike[str] | Iterable[ImageLike | Sample],
-    decoding: Decoding,
-    what: str = "good images",
+    name: str,
+    decoding: Decoding = DEFAULT,
+    *,
+    defects: bool | None = False,
 ) -> list[Sample]:
-    """Samples of a program's images, to learn from or to calibrate with.
+    """Samples to learn from, to calibrate or to compare with.
 
     Files are named by their place below the folder that holds all, pixels by their place in the
     list; samples stay as they are.
 
     Args:
         images: a folder, a file, pixels, or a collection of these and of samples.
+        name: name of the images, or their option, for messages.
         decoding: most pixels, and significant bits of integers.
-        what: name of the images in messages; for `good images` folders of defects are refused.
+        defects: True if all images show defects, False if all show good parts; files and folders
+            whose names contradict this are refused. None if nobody has sorted the images.
 
     Raises:
-        DataError: there is no image, or names of folders contradict `what`.
+        DataError: there is no image, or a name contradicts `defects`.
         ImageError: an image can't be used; says which and why.
     """
     samples: list[Sample] = []
@@ -380,11 +380,12 @@ def samples_of(
         else:
             samples.append(Sample(Path(described(index)), described(index), image=source))
     if files:
-        paths = find_inputs(files, option=what).paths
-        check_inputs(files, paths, defects=what == "defects")
-        within = [path if path.is_dir() else path.parent for path in files]
-        common = os.path.commonpath([path.absolute() for path in within])
+        paths = find_inputs(files, option=name).paths
+        if defects is not None:
+            check_inputs(files, paths, defects=defects)
+        folders = [path if path.is_dir() else path.parent for path in files]
+        common = os.path.commonpath([path.absolute() for path in folders])
         samples += [Sample(path, path.absolute().relative_to(common).as_posix()) for path in paths]
     if not samples:
-        raise DataError(f"no {what} were given")
+        raise DataError(f"no {name} were given")
     return samples

@@ -9,18 +9,15 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError, some, why
 from anomaly.files.writing import GOLDEN, as_json, from_json, locked, sha256_of, short_name, write
 from anomaly.imaging.read import list_images, suffix_of
 from anomaly.runtime import Progress
-from anomaly.scoring.model import score
+from anomaly.scoring.model import Model, score
 from anomaly.storage.folder import model_id, read_manifest
-
-if TYPE_CHECKING:
-    from anomaly.scoring.model import Model
 
 Answers: TypeAlias = dict[str, dict[str, Any]]
 

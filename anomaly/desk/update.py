@@ -13,11 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration.thresholds import (
     GoodScores,
     ThresholdChange,
-    Thresholds,
     threshold_for_false_reject_rate,
     thresholds_from,
 )
@@ -39,12 +37,11 @@ from anomaly.training.runs import training_record
 
 log = logging.getLogger(__name__)
 
-# A suspect scores this multiple of the threshold that the other images would give.
-_SUSPECT_FACTOR = 1.1
+_SUSPECT_FACTOR = 1.1  # a suspect's score over the threshold that the other images would give
 
 
 def update(
-    detector: Model,
+    model: Model,
     good: Sequence[Sample],
     *,
     defects: Sequence[Sample] = (),
@@ -56,7 +53,7 @@ def update(
     """Learn good images, and compare verdicts before and after.
 
     Args:
-        detector: the trained model; it isn't changed.
+        model: the trained model; it isn't changed.
         good: images that people have confirmed as good.
         defects: images of defects, compared like those of the test split and the golden parts.
         past: parts that nobody has judged; their changed verdicts are listed.
@@ -68,12 +65,12 @@ def update(
         ModelError: an exported model, or a method that can't learn more.
         DataError: an image is given as good and as a defect, or no image is left to learn.
     """
-    known = known_parts([detector], defects)
-    kept = fresh(detector, good, "good images", known, defects=defects)
+    known = known_parts([model], defects)
+    images = fresh(model, good, "good images", known, defects=defects)
     with tempfile.TemporaryDirectory(prefix=".update-", dir=scratch) as folder:
         learned = learn(
-            detector,
-            kept,
+            model,
+            images,
             scratch=Path(folder),
             include_suspects=include_suspects,
             progress=progress,
@@ -81,11 +78,11 @@ def update(
     refused = list(learned.refused.values())
     for reason in first_of(refused):
         log.warning("skipped: %s", reason)
-    cost = price(detector, learned.detector, {**known, "past parts": past}, progress=progress)
-    before, after = detector.thresholds, learned.detector.thresholds
+    cost = price(model, learned.model, {**known, "past parts": past}, progress=progress)
+    before, after = model.thresholds, learned.model.thresholds
     assert before is not None  # `learn` requires thresholds
     assert after is not None
-    made = change(
+    record = change(
         {"updated": {"include_suspects": include_suspects}},
         before,
         after,
@@ -95,20 +92,20 @@ def update(
     if caution := ThresholdChange(before, after).caution:
         log.warning(caution)
     hashes = set(learned.hashes.values())
-    scored = [image for image in score(detector, kept) if image.sha256 in hashes]
+    scored_before = [image for image in score(model, images) if image.sha256 in hashes]
     for name, value in learned.suspects.items():
         log.warning("suspect, not learned: %s (score %.4g)", name, value)
     if learned.suspects:
         log.warning("check the suspects; if they are good, add --include-suspects")
     now = _verdicts(map(after.verdict, learned.good.image))
-    images = counted(len(learned.good.names), "good image")
+    count = counted(len(learned.good.names), "good image")
     notes = [
-        f"learned {images}; each scored without itself: {now}",
-        f"before the update: {_verdicts(image.verdict(before) for image in scored)}",
+        f"learned {count}; each scored without itself: {now}",
+        f"before the update: {_verdicts(image.verdict(before) for image in scored_before)}",
     ]
-    changes = (*detector.changes, made | {"model_before": detector.model_id})
-    new = replace(learned.detector, changes=changes)
-    return Change(detector, new, cost, notes, [cost.refusal] if cost.refusal else [], refused)
+    changes = (*model.changes, record | {"model_before": model.model_id})
+    new = replace(learned.model, changes=changes)
+    return Change(model, new, cost, notes, [cost.refusal] if cost.refusal else [], refused)
 
 
 def _verdicts(verdicts: Iterable[str]) -> str:
@@ -117,11 +114,11 @@ def _verdicts(verdicts: Iterable[str]) -> str:
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("good", "review", "reject"))
 
 
-def keep(detector: Model, source: Path, output: Path, *, overwrite: bool = False) -> str:
+def save_updated(model: Model, source: Path, output: Path, *, overwrite: bool = False) -> str:
     """Write the run of an updated model, with golden parts scored anew.
 
     Args:
-        detector: the updated model.
+        model: the updated model.
         source: the run, or the model folder, of the model before the update.
         output: the new run's folder.
         overwrite: replace an earlier run there, with its golden parts.
@@ -133,9 +130,9 @@ def keep(detector: Model, source: Path, output: Path, *, overwrite: bool = False
         OutputError: an earlier run is there, or there is no room.
     """
     parts = golden_of(find_model(source))
-    answers = {} if parts is None else score_golden(detector, parts)
+    answers = {} if parts is None else score_golden(model, parts)
     claim(output, RUN, overwrite=overwrite)
-    model_id = save(detector, output / "model", overwrite=overwrite)
+    model_id = save(model, output / "model", overwrite=overwrite)
     clear(output, ("golden", "suspects"))
     if parts is not None:
         with appearing(output / "golden") as draft:
@@ -143,10 +140,10 @@ def keep(detector: Model, source: Path, output: Path, *, overwrite: bool = False
             write_record(draft, model_id, answers)
     data_folder = str(training_record(source).get("data_folder", ""))
     record = {
-        "name": detector.config.name,
+        "name": model.config.name,
         **({"data_folder": data_folder} if data_folder else {}),
         "model_id": model_id,
-        "images": {"learned": len(detector.manifest["training_images"])},
+        "images": {"learned": len(model.manifest["training_images"])},
     }
     write(output / "train.json", as_json(record))
     return model_id
@@ -157,14 +154,14 @@ class Learned:
     """The result of learning further images.
 
     Attributes:
-        detector: the updated detector, not saved yet.
-        good: scores of the learned images, each by a detector that hasn't learned it.
+        model: the updated model, not saved yet.
+        good: scores of the learned images, each by a model that hasn't learned it.
         hashes: sha256 of each learned image, by name.
         suspects: scores of the images that weren't learned, by name, the highest first.
         refused: reasons of unusable images, by name.
     """
 
-    detector: Model
+    model: Model
     good: GoodScores
     hashes: dict[str, str]
     suspects: dict[str, float]
@@ -172,7 +169,7 @@ class Learned:
 
 
 def learn(
-    detector: Model,
+    model: Model,
     samples: Sequence[Sample],
     *,
     scratch: Path,
@@ -181,44 +178,44 @@ def learn(
 ) -> Learned:
     """Learn further good images, except suspects.
 
-    Each is scored by a detector that has learned most others, but not it. One that would still be
+    Each is scored by a model that has learned most others, but not it. One that would still be
     rejected is a suspect: a defect that was called good, or the only one of its kind.
 
-    The thresholds come from these scores and the earlier ones, whose detectors had learned less
+    The thresholds come from these scores and the earlier ones, whose models had learned less
     and so score higher. The reject threshold also keeps its rate among the new images alone, since
     future parts may all be like them.
 
     Args:
-        detector: the trained model; it isn't changed.
-        samples: good images that the detector hasn't learned, each once.
+        model: the trained model; it isn't changed.
+        samples: good images that the model hasn't learned, each once.
         scratch: an existing folder for temporary files.
         include_suspects: learn suspects, too.
         progress: called with (stage, done, total).
 
     Raises:
         ModelError: an exported model, or a method that can't learn more.
-        DataError: no image is usable, all are suspects, or the detector has no thresholds.
+        DataError: no image is usable, all are suspects, or the model has no thresholds.
     """
-    if isinstance(detector.extractor, ExportedNetwork):
+    if model.extractor.engine != "torch":
         raise ModelError("an exported model can't learn; update the one it was exported from")
-    if detector.thresholds is None:
+    if model.thresholds is None:
         raise DataError(
             "the model has no thresholds, so suspects can't be recognised; set thresholds with "
             "`anomaly calibrate` first"
         )
-    limit, (_, rate) = detector.thresholds.image, detector.rates()
-    known = [*detector.manifest["training_images"], *detector.manifest["refused_images"]]
+    limit, (_, rate) = model.thresholds.image, model.rates()
+    known = [*model.manifest["training_images"], *model.manifest["refused_images"]]
     # Numbers follow those of the known images.
     names = dict(enumerate(unique_names([s.name for s in samples], known), len(known)))
     numbered = dict(enumerate(samples, len(known)))
     groups = {i: sample.group for i, sample in numbered.items() if sample.group}
-    fitter, seen = fitter_of(detector.config), partial(progress, "features")
+    fitter, seen = fitter_of(model.config), partial(progress, "features")
     images = {i: sample.source for i, sample in numbered.items()}
-    with cached_features(detector, fitter, images, scratch, seen) as patches:
+    with cached_features(model, fitter, images, scratch, seen) as patches:
         patches.checked()
         learned = {i: names[i] for i in sorted(patches.facts)}
         # The first trial, with all images, finds the suspects; a second one learns without them.
-        new, good = _trial(detector, patches, learned, groups, progress)
+        new, good = _trial(model, patches, learned, groups, progress)
         suspects = {} if include_suspects else _suspects(good, limit, rate)
         if len(suspects) == len(good.names):
             raise DataError(
@@ -227,21 +224,27 @@ def learn(
             )
         if suspects:
             learned = {i: name for i, name in learned.items() if name not in suspects}
-            new, good = _trial(detector, patches, learned, groups, progress)
+            new, good = _trial(model, patches, learned, groups, progress)
         refused = {names[item.index]: item.reason for item in patches.refused}
         hashes = {name: patches.hashes[i] for i, name in learned.items()}
         statistics = TrainingStatistics.of(patches.statistics_of([*learned]))
     left_out = {name: i for i, name in names.items() if name not in hashes}
-    manifest, known_statistics = detector.manifest, detector.training_statistics
+    manifest, known_statistics = model.manifest, model.training_statistics
+    both = model.thresholds.good.joined(good)
+    source = (
+        f"{len(both.names)} good images, each scored by a model that hasn't seen it, "
+        f"{len(good.names)} of them new"
+    )
+    both = replace(both, source=source)
     new = replace(
         new,
-        thresholds=_thresholds(detector, good),
+        thresholds=thresholds_from(both, *model.rates(), newest=good.image),
         training_statistics=known_statistics and known_statistics.merged(statistics),
         manifest={
             **manifest,
             "training_images": {**manifest["training_images"], **hashes},
             "refused_images": {**manifest["refused_images"], **left_out},
-            **({"parent": detector.model_id} if detector.model_id else {}),
+            **({"parent": model.model_id} if model.model_id else {}),
         },
         model_id="",
         folder=None,
@@ -250,16 +253,16 @@ def learn(
 
 
 def _trial(
-    detector: Model,
+    model: Model,
     patches: CachedFeatures,
     names: Mapping[int, str],
     groups: Mapping[int, str],
     progress: StageProgress,
 ) -> tuple[Model, GoodScores]:
-    """A detector that has learned the named images, and the score of each by one without it."""
-    known = len(detector.manifest["training_images"])
-    fitter = fitter_of(detector.config).incremental(detector.scorer, known)
-    new = replace(detector, scorer=fitter.fit(patches.only(names)))
+    """A model that has learned the named images, and the score of each by one without it."""
+    known = len(model.manifest["training_images"])
+    fitter = fitter_of(model.config).incremental(model.scorer, known)
+    new = replace(model, scorer=fitter.fit(patches.only(names)))
     if len(names) > 1:
         good, _ = cross_fit(
             new,
@@ -270,8 +273,8 @@ def _trial(
             groups={i: group for i, group in groups.items() if i in names},
             progress=partial(progress, "calibration"),
         )
-    else:  # without its only new image, the detector is the present one
-        scored = patches.only(names).scores(detector)
+    else:  # without its only new image, the model is the present one
+        scored = patches.only(names).scores(model)
         good = good_scores([*names.values()], scored.values(), "")
     hashes = tuple(patches.hashes[i] for i in names)  # some may have been used for calibration
     return new, replace(good, hashes=hashes)
@@ -294,20 +297,10 @@ def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
     return {new.names[i]: new.image[i] for i in order[:count]}
 
 
-def _thresholds(detector: Model, new: GoodScores) -> Thresholds:
-    assert detector.thresholds is not None
-    good = detector.thresholds.good.joined(new)
-    source = (
-        f"{len(good.names)} good images, each scored by a model that hasn't seen it, "
-        f"{len(new.names)} of them new"
-    )
-    return thresholds_from(replace(good, source=source), *detector.rates(), newest=new.image)
-
-
-def lineage(detector: Model) -> frozenset[str]:
-    """The ids of a detector and of the models it was updated from."""
-    ids = [str(entry.get("model_before", "")) for entry in changes_of(detector)]
-    return frozenset({detector.model_id, detector.manifest.get("parent", ""), *ids} - {""})
+def lineage(model: Model) -> frozenset[str]:
+    """The ids of a model and of the models it was updated from."""
+    ids = [str(entry.get("model_before", "")) for entry in changes_of(model)]
+    return frozenset({model.model_id, model.manifest.get("parent", ""), *ids} - {""})
 
 
 def unique_names(names: Iterable[str], taken: Iterable[str]) -> list[str]:

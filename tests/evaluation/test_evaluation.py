@@ -125,7 +125,8 @@ def test_the_mean_leaves_undefined_figures_out() -> None:
 
 def test_what_was_caught_and_would_pass_escapes() -> None:
     every = [(a, b) for a in ("good", "review", "reject") for b in ("good", "review", "reject")]
-    escapes = [pair for pair in every if Compared("a.png", *pair, (1.0, 2.0)).newly_passes]
+    part = Sample(Path("a.png"), "a.png")
+    escapes = [pair for pair in every if Compared(part, *pair, (1.0, 2.0)).newly_passes]
     assert escapes == [("review", "good"), ("reject", "good")]
 
 

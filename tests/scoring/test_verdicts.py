@@ -81,7 +81,9 @@ def test_what_is_not_inspected_is_not_good(model: Model, tmp_path: Path) -> None
     # One way to score: what the price of a change compares are these verdicts.
     samples = [Sample(file, name) for name, file in files.items()]
     compared = price(model, model, {"parts": samples}).compared["parts"]
-    assert {one.name: one.after for one in compared} == {n: p.verdict for n, p in found.items()}
+    assert {one.sample.name: one.after for one in compared} == {
+        n: p.verdict for n, p in found.items()
+    }
 
 
 def test_a_region_all_outside_has_no_verdict(model: Model) -> None:
