@@ -1,10 +1,10 @@
-// A picture that can be looked at closely: by wheel and dragging, or by a program.
+// A picture that is zoomed by wheel, dragged by mouse or finger, or zoomed by a program.
 
-const MOST = 16;
+const MOST = 16; // times the frame
 
-// Makes a picture that fills its frame zoomable; `changed` gets whether it is larger than the frame.
-// Returns by(factor), and reset().
-export function zoomable(frame, picture, changed) {
+// Makes a picture that fills its frame zoomable. Returns by(factor), reset(), and isClose(): whether the
+// picture is larger than the frame.
+export function zoomable(frame, picture) {
   let scale = 1, x = 0, y = 0;
 
   function place() {
@@ -12,7 +12,6 @@ export function zoomable(frame, picture, changed) {
     y = Math.min(0, Math.max(y, frame.clientHeight * (1 - scale)));
     picture.style.transform = `translate(${x}px, ${y}px) scale(${scale})`;
     frame.classList.toggle("close", scale > 1);
-    changed(scale > 1);
   }
 
   function by(factor, atX = frame.clientWidth / 2, atY = frame.clientHeight / 2) {
@@ -43,5 +42,5 @@ export function zoomable(frame, picture, changed) {
     place();
   });
   frame.addEventListener("dblclick", (event) => event.target.closest("button") || reset());
-  return { by, reset };
+  return { by, reset, isClose: () => scale > 1 };
 }
