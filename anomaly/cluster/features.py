@@ -25,10 +25,11 @@ from typing import Any
 import cv2
 
 from anomaly.cluster.workers import CRASHED, Actor, Cluster, Workers
+from anomaly.datasets.samples import none_usable
 from anomaly.errors import AnomalyError, DataError
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image
-from anomaly.methods.base import Fitter, PatchSet, Result, Scorer
+from anomaly.methods.base import PatchSet, Result, Scorer
 from anomaly.runtime import Progress, device_of, use_threads
 from anomaly.scoring.model import Model
 from anomaly.training.features import CachedFeatures, HeldOutScores, TrainingSetup, cached_features
@@ -43,8 +44,7 @@ _FOLDER = "features-"
 @contextmanager
 def cluster_features(
     cluster: Cluster,
-    model: TrainingSetup,
-    fitter: Fitter[Any],
+    setup: TrainingSetup,
     images: Mapping[int, Path | Image],
     scratch: Path,
     progress: Progress,
@@ -53,8 +53,7 @@ def cluster_features(
 
     Args:
         cluster: the cluster that the workers run on.
-        model: the stages that make the embeddings, and the settings.
-        fitter: the method's fitter, which learns from the embeddings.
+        setup: the stages that make the embeddings, and the method's fitter.
         images: files or decoded pixels by image number, ascending.
         scratch: an existing folder that all machines see.
         progress: called with (images done, number of images).
@@ -64,11 +63,11 @@ def cluster_features(
     """
     for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
         shutil.rmtree(left, ignore_errors=True)
-    batch = model.embedder.max_batch_size(model.config.batch_size)
+    batch = setup.embedder.max_batch_size(setup.config.batch_size)
     wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
     size = -(-wanted // batch) * batch
     with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute()) as folder:
-        sent = cluster.put(model), cluster.put(fitter), cluster.put(images)
+        sent = cluster.put(setup), cluster.put(images)
         # An actor outlives a pass over the images: its decoders are started.
         with closing(Workers(cluster, ShardWorker, *sent, Path(folder), Path.cwd())) as workers:
             yield _sharded(cluster, workers, images, size, progress)
@@ -104,10 +103,13 @@ def _sharded(
         ]
         progress(min(done * size, len(numbers)), len(numbers))
     facts = {i: image for features in shards for i, image in features.facts.items()}
+    refused.sort(key=lambda item: item.index)
+    if not facts:
+        raise none_usable([item.reason for item in refused])
     return ShardedFeatures(
         files=tuple(file for features in shards for file in features.files),
         points=tuple(points for features in shards for points in features.points),
-        refused=tuple(sorted(refused, key=lambda item: item.index)),
+        refused=tuple(refused),
         facts=facts,
         channels=max(features.channels for features in shards),
         align=shards[0].align,
@@ -194,7 +196,6 @@ class ShardWorker:
 
     Args:
         setup: all stages but the scorer; its device stands for one of that type on this machine.
-        fitter: the method's fitter.
         images: all training images, by number.
         scratch: the folder for feature maps, which all machines see.
         folder: the command's working folder, where relative paths begin.
@@ -203,12 +204,11 @@ class ShardWorker:
     def __init__(
         self,
         setup: TrainingSetup,
-        fitter: Fitter[Any],
         images: Mapping[int, Path | Image],
         scratch: Path,
         folder: Path,
     ) -> None:
-        self._setup, self._fitter, self._images = setup, fitter, images
+        self._setup, self._images = setup, images
         self._scratch, self._folder = scratch, folder
         self._begun = False
 
@@ -226,7 +226,7 @@ class ShardWorker:
         # The first shard stands for all of them where it is asked whether the disk has room.
         among = len(self._images) if 0 in images else len(images)
         mine = {i: self._images[i] for i in images}
-        features = cached_features(self._setup, self._fitter, mine, self._scratch, among=among)
+        features = cached_features(self._setup, mine, self._scratch, among=among)
         with features as built:
             return built
 

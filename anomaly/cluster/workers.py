@@ -177,7 +177,6 @@ CRASHED = "every process that handled it crashed (out of memory?)"
 # Units in progress for each worker; results are yielded in order, so the first one holds up others.
 _AHEAD = 3
 _DEATHS = 2  # workers that the same images may end: one may have died for another reason
-_SEARCHES = 2  # passes over a unit's images, one by one, for those that end workers
 _DIED = object()  # stands for the answer of a worker that died
 _WAIT = 1.0  # seconds between two looks at the stop signal and at the cluster's room
 
@@ -232,27 +231,24 @@ def _handling(images: Sequence[Any]) -> Generator[list[Any], Future[Any], Done]:
     Where workers die at the images, each image is handled alone: this finds those that end workers.
     """
     lost: list[int] = []
-    for search in range(_SEARCHES + 1):
-        kept = [place for place in range(len(images)) if place not in lost]
-        result = yield from _handled([images[place] for place in kept])
-        if result is not _DIED:
-            return Done(result, lost)
-        if search == _SEARCHES:
-            break
+    result = yield from _handled(list(images))
+    if result is _DIED:
         # Workers that die without an image have another fault: no image is to be blamed for it.
         if (yield from _handled([])) is _DIED:
             raise OutputError(
                 "workers die even when they are given no image; see why in Ray's logs (out of "
                 "memory?)"
             )
-        for place in kept:
-            answer = yield from _handled([images[place]])
-            if answer is _DIED:
+        for place, image in enumerate(images):
+            if (yield from _handled([image])) is _DIED:
                 lost.append(place)
-    raise OutputError(
-        f"{len(images)} images crashed {_DEATHS * (_SEARCHES + 1)} workers, but none of them does "
-        "so alone; see why in Ray's logs (out of memory?)"
-    )
+        result = yield from _handled([images[i] for i in range(len(images)) if i not in lost])
+    if result is _DIED:
+        raise OutputError(
+            f"{len(images)} images crashed {2 * _DEATHS} workers, but none of them does so alone; "
+            "see why in Ray's logs (out of memory?)"
+        )
+    return Done(result, lost)
 
 
 def _handled(images: list[Any]) -> Generator[list[Any], Future[Any], Any]:
@@ -376,29 +372,26 @@ def predict(
         StoppedError: `stopped` returned true.
         AnomalyError: a worker raised it, or workers die even without an image.
     """
-    assert model.folder is not None
+    assert model.folder is not None  # the command loaded it
     begun: deque[list[NetworkInput] | UnusableImage] = deque()
 
-    def usable() -> Iterator[list[NetworkInput]]:
+    def units() -> Iterator[list[NetworkInput]]:
         for batch in batches:
             begun.append(batch)
-            if not isinstance(batch, UnusableImage):
-                yield batch
+            yield [] if isinstance(batch, UnusableImage) else batch
 
     needs = model.folder.resolve(), model.device.type, about_model(model)
     with closing(Workers(cluster, ScoringWorker, *needs)) as workers:
         for results, lost in workers.share_out(
-            usable(), lambda actor, batch: actor.ask("predict", batch), stopped
+            units(), lambda actor, batch: actor.ask("predict", batch), stopped
         ):
-            while isinstance(batch := begun.popleft(), UnusableImage):
+            if isinstance(batch := begun.popleft(), UnusableImage):
                 yield batch
+                continue
             scored = iter(results)
             for place, item in enumerate(batch):
                 crashed = UnusableImage(item.index, "failed", f"{item.name}: {CRASHED}")
                 yield crashed if place in lost else next(scored)
-    for refused in begun:  # behind the last batch of usable images
-        assert isinstance(refused, UnusableImage)
-        yield refused
 
 
 class ScoringWorker:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +25,14 @@ from anomaly.desk.change import DEFECTS, Change, fresh, known_parts, price
 from anomaly.desk.golden import golden_of, score_golden, write_record
 from anomaly.errors import DataError, ModelError, counted, first_of
 from anomaly.files.writing import RUN, as_json, claim, clear, write
+from anomaly.methods.base import Fitter
 from anomaly.runtime import StageProgress
-from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.model import Model, score
 from anomaly.storage.folder import appearing, find_model
 from anomaly.storage.models import save
 from anomaly.storage.thresholds import change, changes_of
-from anomaly.training.features import CachedFeatures, cached_features
+from anomaly.training.features import CachedFeatures, TrainingSetup, cached_features
 from anomaly.training.fit import cross_fit, good_scores
 from anomaly.training.runs import training_record
 
@@ -209,13 +210,12 @@ def learn(
     names = dict(enumerate(unique_names([s.name for s in samples], known), len(known)))
     numbered = dict(enumerate(samples, len(known)))
     groups = {i: sample.group for i, sample in numbered.items() if sample.group}
-    fitter, seen = fitter_of(model.config), partial(progress, "features")
+    setup, seen = TrainingSetup.of(model), partial(progress, "features")
     images = {i: sample.source for i, sample in numbered.items()}
-    with cached_features(model, fitter, images, scratch, seen) as patches:
-        patches.checked()
+    with cached_features(setup, images, scratch, seen) as patches:
         learned = {i: names[i] for i in sorted(patches.facts)}
         # The first trial, with all images, finds the suspects; a second one learns without them.
-        new, good = _trial(model, patches, learned, groups, progress)
+        new, good = _trial(model, setup.fitter, patches, learned, groups, progress)
         suspects = {} if include_suspects else _suspects(good, limit, rate)
         if len(suspects) == len(good.names):
             raise DataError(
@@ -224,7 +224,7 @@ def learn(
             )
         if suspects:
             learned = {i: name for i, name in learned.items() if name not in suspects}
-            new, good = _trial(model, patches, learned, groups, progress)
+            new, good = _trial(model, setup.fitter, patches, learned, groups, progress)
         refused = {names[item.index]: item.reason for item in patches.refused}
         hashes = {name: patches.hashes[i] for i, name in learned.items()}
         statistics = TrainingStatistics.of(patches.statistics_of([*learned]))
@@ -254,14 +254,13 @@ def learn(
 
 def _trial(
     model: Model,
+    fitter: Fitter[Any],
     patches: CachedFeatures,
     names: Mapping[int, str],
     groups: Mapping[int, str],
     progress: StageProgress,
 ) -> tuple[Model, GoodScores]:
     """A model that has learned the named images, and the score of each by one without it."""
-    known = len(model.manifest["training_images"])
-    fitter = fitter_of(model.config).incremental(model.scorer, known)
     new = replace(model, scorer=fitter.fit(patches.only(names)))
     if len(names) > 1:
         good, _ = cross_fit(

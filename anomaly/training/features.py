@@ -40,7 +40,7 @@ from anomaly.imaging.read import Image
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import Align, Fitter, PatchBatch, PatchSet, Result, Scorer
 from anomaly.runtime import Progress, in_parallel, release_memory
-from anomaly.scoring.build import ImageStages, turns_of
+from anomaly.scoring.build import ImageStages, fitter_of, turns_of
 from anomaly.scoring.image_statistics import ImageStatistics, statistics_of
 from anomaly.scoring.model import Model, Piece, image_scores, network_map, patches_inside
 
@@ -61,11 +61,23 @@ class TrainingSetup(ImageStages):
 
     Attributes:
         fitter: the method's fitter, prepared for D channels.
-        weights_sha256: hash of the backbone's weights file; None for random weights.
+        weights_sha256: hash of the backbone's weights file; None for random weights, and where a
+            trained model learns more images.
     """
 
     fitter: Fitter[Any]
-    weights_sha256: str | None
+    weights_sha256: str | None = None
+
+    @classmethod
+    def of(cls, model: Model) -> TrainingSetup:
+        """The setup in which a trained model learns more images.
+
+        Raises:
+            ModelError: the model's method can't add to what it has learned.
+        """
+        learned = len(model.manifest["training_images"])
+        fitter = fitter_of(model.config).incremental(model.scorer, learned)
+        return cls(**_image_stages(model), fitter=fitter)
 
     @property
     def embedder(self) -> Embedder:
@@ -74,14 +86,16 @@ class TrainingSetup(ImageStages):
 
     def model(self, scorer: Scorer) -> Model:
         """A model with a fitted scorer, without thresholds."""
-        stages = {field.name: getattr(self, field.name) for field in fields(ImageStages)}
-        return Model(**stages, scorer=scorer, thresholds=None)
+        return Model(**_image_stages(self), scorer=scorer, thresholds=None)
+
+
+def _image_stages(model: ImageStages) -> dict[str, Any]:
+    return {field.name: getattr(model, field.name) for field in fields(ImageStages)}
 
 
 @contextmanager
 def cached_features(
-    model: TrainingSetup | Model,
-    fitter: Fitter[Any],
+    setup: TrainingSetup,
     images: Mapping[int, Path | Image],
     scratch: Path,
     progress: Progress = lambda done, total: None,
@@ -96,8 +110,7 @@ def cached_features(
     tile, and images in the further poses that the settings ask for. The files go with the block.
 
     Args:
-        model: the stages that make the embeddings, and the settings.
-        fitter: the method's fitter, which learns from the features.
+        setup: the stages that make the embeddings, and the method's fitter.
         images: files or decoded pixels by image number, ascending.
         scratch: an existing folder for the temporary files.
         progress: called with (images done, number of images).
@@ -105,9 +118,10 @@ def cached_features(
             processes read the files, and delete them.
 
     Raises:
+        DataError: no image can be used; not raised with `among`, since other images may be usable.
         OutputError: no room for the features.
     """
-    embedder, turns = model.embedder, turns_of(model.config)
+    embedder, fitter, turns = setup.embedder, setup.fitter, turns_of(setup.config)
 
     def embed(batch: list[NetworkInput] | UnusableImage) -> _Embedded | UnusableImage:
         if isinstance(batch, UnusableImage):
@@ -116,14 +130,14 @@ def cached_features(
             maps = embedder.maps(batch)
             names = [Tile(item.index, *item.tile, item.turn) for item in batch]
             layouts = {item.index: item.layout for item in batch}
-            patches = _patch_batch(embedder.align(maps), names, layouts, model.region)
+            patches = _patch_batch(embedder.align(maps), names, layouts, setup.region)
             statistics = statistics_of(batch, patches.embeddings, patches.inside)
         kept = [patches.embeddings] if fitter.compact else maps
         return _Embedded(batch, tuple(names), kept, patches, statistics)
 
-    size = embedder.max_batch_size(model.config.batch_size)
-    loaded = Decoders(model.loading, looks=True).load_all(images.items())
-    loaded = inspectable(loaded, embedder.grid, model.region, learned=True)
+    size = embedder.max_batch_size(setup.config.batch_size)
+    loaded = Decoders(setup.loading, looks=True).load_all(images.items())
+    loaded = inspectable(loaded, embedder.grid, setup.region, learned=True)
     batches = learned_batches(by_shape(loaded, size), size, turns)
     writer = _Writer(fitter, scratch, len(images), 1 + len(turns), among)
     with torch.inference_mode():
@@ -131,6 +145,8 @@ def cached_features(
             writer.add(done)
             progress(len(writer.facts) + len(writer.refused), len(images))
     release_memory()
+    if among is None and not writer.facts:
+        raise none_usable([item.reason for item in writer.refused])
     try:
         yield CachedFeatures(
             files=(writer.file,),
@@ -139,7 +155,7 @@ def cached_features(
             facts=writer.facts,
             channels=writer.channels,
             align=None if fitter.compact else embedder.align,
-            region=model.region,
+            region=setup.region,
             images=writer.facts,
         )
     finally:
@@ -248,16 +264,6 @@ class CachedFeatures(PatchSet):
     def pictures(self) -> dict[int, str]:
         """Hashes of the pictures, by image number."""
         return {i: facts.look.picture for i, facts in self.facts.items()}
-
-    def checked(self) -> CachedFeatures:
-        """The same.
-
-        Raises:
-            DataError: no image can be used.
-        """
-        if not self.facts:
-            raise none_usable([item.reason for item in self.refused])
-        return self
 
     def only(self, images: Container[int]) -> CachedFeatures:
         """The patches of some of the images."""

@@ -463,7 +463,7 @@ class Stages:
 
 # Computes the features of training images, as `cached_features` does.
 FeaturesOf: TypeAlias = Callable[
-    [TrainingSetup, Fitter[Any], Mapping[int, Path | Image], Path, Progress],
+    [TrainingSetup, Mapping[int, Path | Image], Path, Progress],
     AbstractContextManager[CachedFeatures],
 ]
 
@@ -509,8 +509,8 @@ def train(
     setup = prepare(config, samples, device)
     stages.end("backbone")
     compute, computed = features_of or cached_features, stages.of("features")
-    with compute(setup, setup.fitter, images, scratch, computed) as features:
-        _check_labels(features.checked(), samples, defects, setup.loading.decoding)
+    with compute(setup, images, scratch, computed) as features:
+        _check_labels(features, samples, defects, setup.loading.decoding)
         rest()  # ends the decoding processes: the scorer needs their memory
         bits = bits_used(facts.look.brightest for facts in features.facts.values())
         if bits is not None and config.image.bit_depth is None:

@@ -87,7 +87,7 @@ def test_workers_that_die_of_nothing_they_were_given_cost_no_image() -> None:
 
 def test_a_unit_that_kills_only_as_a_whole_ends_the_job() -> None:
     machines = _Machines(lambda images: 40 in images and len(images) == _SIZE)
-    with pytest.raises(OutputError, match="17 images crashed 6 workers, but none of them"):
+    with pytest.raises(OutputError, match="17 images crashed 4 workers, but none of them"):
         list(_shared_out(machines, _units(4)))
     assert machines.stopped >= machines.started - 3
 
