@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 import cv2
 import numpy as np
@@ -198,17 +197,12 @@ def source_map(
         (H0, W0) or (rows, W0) float32 in score units; NaN where a crop hid the image from the
         network, and where no patch near by counts.
     """
-    rows, columns = (
-        _source_operator(patches, pieces, smoothing)
-        for patches, pieces in zip(scores.shape, view.axes, strict=True)
-    )
-    start, stop, _ = (strip or slice(None)).indices(view.source[0])
-    missing = np.isnan(scores)
+    strip, missing = strip or slice(None), np.isnan(scores)
     with one_blas_thread():
-        summed = _both_ways(rows, np.where(missing, 0, scores), columns, start, stop)
+        summed = _resampled(np.where(missing, 0, scores), view, smoothing, strip)
         if not missing.any():
             return summed
-        weights = _both_ways(rows, (~missing).astype(np.float32), columns, start, stop)
+        weights = _resampled((~missing).astype(np.float32), view, smoothing, strip)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(weights > LEAST_WEIGHT, summed / weights, np.nan).astype(np.float32)
 
@@ -222,49 +216,48 @@ def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np
     """
     centres = np.arange(size, dtype=np.float64) + 0.5
     bilinear = _interpolated(centres * (patches / size), np.eye(patches))
-    return (_gaussian(size, smoothing) @ bilinear).astype(np.float32)
+    return _smoothed(bilinear, smoothing).astype(np.float32)
 
 
-@dataclass(frozen=True, eq=False)
-class _Band:
-    """Neighbouring rows of an axis' matrix, without the columns that are 0 in all of them.
+def _smoothed(rows: NDArray[np.float64], sigma: float) -> NDArray[np.float64]:
+    """Rows (size, n) smoothed along their axis by a Gaussian, mirrored at the borders.
 
-    Attributes:
-        rows: the matrix' rows, original pixels.
-        patches: the matrix' columns that aren't 0 in these rows.
-        block: (rows, patches) float32; NaN outside a crop.
+    The border and the kernel's end at 4σ are those of SciPy's `gaussian_filter`.
     """
-
-    rows: slice
-    patches: slice
-    block: NDArray[np.float32]
+    radius = int(4 * sigma + 0.5)
+    if radius == 0:
+        return rows
+    kernel = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
+    kernel /= kernel.sum()
+    mirrored = np.pad(rows, ((radius, radius), (0, 0)), mode="symmetric")
+    shifted = (mirrored[start : start + len(rows)] for start in range(len(kernel)))
+    return np.asarray(sum(weight * part for weight, part in zip(kernel, shifted, strict=True)))
 
 
 # Images of one size share a pair of matrices.
 @lru_cache(maxsize=4)
-def _source_operator(patches: int, pieces: Axis, smoothing: float) -> tuple[_Band, ...]:
-    """The matrix (source, patches) of an axis in bands, with the patches of all its pieces.
+def _blocks(
+    patches: int, pieces: Axis, smoothing: float
+) -> tuple[tuple[AxisView, slice, NDArray[np.float32]], ...]:
+    """The matrix (source, patches) of an axis as a block for each piece; overlapping blocks add up.
 
     The whole matrix of a long image in tiles would take gigabytes, nearly all of them zeros.
+
+    Returns:
+        For each piece its view, the columns of its patches, and the block (source, patches of the
+        piece) with NaN rows where a crop hides the image.
     """
     each = patches // len(pieces)
     blocks = []
-    for axis, share in zip(pieces, _shares(pieces), strict=True):
+    for number, (axis, share) in enumerate(zip(pieces, _shares(pieces), strict=True)):
         positions = axis.to_network(np.arange(axis.start, axis.stop, dtype=np.float64) + 0.5)
         smooth = upsample_and_smooth(each, axis.size, smoothing).astype(np.float64)
-        piece = _interpolated(positions, smooth)
-        hidden = np.ones(axis.stop, dtype=bool)
-        hidden[axis.visible()] = False
-        piece[hidden[axis.start :]] = np.nan
-        blocks.append((share[:, None] * piece).astype(np.float32))
-    edges = sorted({edge for axis in pieces for edge in (axis.start, axis.stop)})
-    bands = []
-    for start, stop in pairwise(edges):
-        there = [i for i, axis in enumerate(pieces) if axis.start < stop and axis.stop > start]
-        parts = [blocks[i][start - pieces[i].start : stop - pieces[i].start] for i in there]
-        columns = slice(there[0] * each, (there[-1] + 1) * each)
-        bands.append(_Band(slice(start, stop), columns, np.hstack(parts)))
-    return tuple(bands)
+        block = (share[:, None] * _interpolated(positions, smooth)).astype(np.float32)
+        visible = axis.visible()
+        block[: visible.start - axis.start] = np.nan
+        block[visible.stop - axis.start :] = np.nan
+        blocks.append((axis, slice(number * each, (number + 1) * each), block))
+    return tuple(blocks)
 
 
 def map_matrix(patches: int, axis: AxisView, smoothing: float) -> NDArray[np.float32]:
@@ -273,28 +266,24 @@ def map_matrix(patches: int, axis: AxisView, smoothing: float) -> NDArray[np.flo
     Returns:
         (source, patches), rows sum to 1; NaN in rows that a crop hides.
     """
-    (band,) = _source_operator(patches, (axis,), smoothing)
-    return band.block
+    ((_, _, block),) = _blocks(patches, (axis,), smoothing)
+    return block
 
 
-def _both_ways(
-    rows: tuple[_Band, ...],
-    values: NDArray[np.float32],
-    columns: tuple[_Band, ...],
-    start: int,
-    stop: int,
+def _resampled(
+    values: NDArray[np.float32], view: View, smoothing: float, strip: slice
 ) -> NDArray[np.float32]:
-    """(rows @ values @ columns.T)[start:stop]."""
-    height = max(0, stop - start)
-    wide = np.empty((height, values.shape[1]), np.float32)
-    for band in rows:
-        here = slice(max(start, band.rows.start), min(stop, band.rows.stop))
-        if here.start < here.stop:
-            block = band.block[here.start - band.rows.start : here.stop - band.rows.start]
-            wide[here.start - start : here.stop - start] = block @ values[band.patches]
-    result = np.empty((height, columns[-1].rows.stop), np.float32)
-    for band in columns:
-        result[:, band.rows] = wide[:, band.patches] @ band.block.T
+    """Rows of rows' matrix @ patch values (h, w) @ columns' matrix.T, in original pixels."""
+    start, stop, _ = strip.indices(view.source[0])
+    wide = np.zeros((max(0, stop - start), values.shape[1]), np.float32)
+    for axis, patches, block in _blocks(values.shape[0], view.rows, smoothing):
+        first, last = max(start, axis.start), min(stop, axis.stop)
+        if first < last:
+            shown = block[first - axis.start : last - axis.start]
+            wide[first - start : last - start] += shown @ values[patches]
+    result = np.zeros((len(wide), view.source[1]), np.float32)
+    for axis, patches, block in _blocks(values.shape[1], view.columns, smoothing):
+        result[:, axis.start : axis.stop] += wide[:, patches] @ block.T
     return result
 
 
@@ -329,29 +318,6 @@ def _interpolated(
     low = np.minimum(place.astype(np.int64), max(count - 2, 0))
     share = (place - low)[:, None]
     return np.asarray((1 - share) * values[low] + share * values[np.minimum(low + 1, count - 1)])
-
-
-def _gaussian(size: int, sigma: float) -> NDArray[np.float64]:
-    """Gaussian smoothing along one axis, mirrored at the borders (SciPy's `reflect`).
-
-    The kernel ends at 4σ, the same as SciPy's.
-
-    Returns:
-        (size, size), rows sum to 1.
-    """
-    radius = int(4 * sigma + 0.5)
-    if radius == 0:
-        return np.eye(size)
-    offsets = np.arange(-radius, radius + 1)
-    kernel = np.exp(-0.5 * (offsets / sigma) ** 2)
-    kernel /= kernel.sum()
-    matrix = np.zeros((size, size))
-    every = np.arange(size)
-    for offset, weight in zip(offsets, kernel, strict=True):
-        mirrored = (every + offset) % (2 * size)
-        mirrored = np.where(mirrored < size, mirrored, 2 * size - 1 - mirrored)
-        np.add.at(matrix, (every, mirrored), weight)
-    return matrix
 
 
 MARKED, FAINT = 255, 1
@@ -410,8 +376,6 @@ def predicted_mask(anomaly_map: SourceMap, threshold: float) -> NDArray[np.uint8
     Returns:
         (H0, W0) uint8: 255 where marked, else 0.
     """
-    if highest(anomaly_map) <= threshold:
-        return np.zeros(anomaly_map.view.source, np.uint8)
     (mask,) = _masks(anomaly_map, [threshold])
     return mask
 
@@ -424,14 +388,17 @@ def highest(anomaly_map: SourceMap) -> float:
 
 def _masks(anomaly_map: SourceMap, thresholds: Sequence[float]) -> list[NDArray[np.uint8]]:
     """The predicted masks (H0, W0) of several thresholds, from one pass over the map."""
-    levels = [anomaly_map.level(threshold) for threshold in thresholds]
     masks = [np.zeros(anomaly_map.view.source, np.uint8) for _ in thresholds]
-    for strip in strips(anomaly_map.view.source):
+    peak, reached = highest(anomaly_map), []
+    for mask, threshold in zip(masks, thresholds, strict=True):
+        if threshold < peak:  # else nothing is marked, and the level needn't be computed
+            reached.append((mask, threshold, anomaly_map.level(threshold)))
+    for strip in strips(anomaly_map.view.source) if reached else ():
         values = anomaly_map(strip)
-        for mask, level, threshold in zip(masks, levels, thresholds, strict=True):
+        for mask, threshold, level in reached:
             if (values > level.scores.min()).any():  # else nothing can be above the level
                 mask[strip] = np.where(values > level(strip), 1 + (values > threshold), 0)
-    for mask in masks:
+    for mask, _, _ in reached:
         _keep_with_peaks(mask)
     return masks
 
@@ -463,13 +430,12 @@ def outlined_areas(
         else 0.
     """
     threshold = max(threshold, _LEAST)
-    peak, lowest = highest(anomaly_map), threshold if review is None else min(review, threshold)
-    if rejected and peak <= lowest:
+    lowest = threshold if review is None else min(review, threshold)
+    if rejected and (peak := highest(anomaly_map)) <= lowest:
         lowest = _NEAR_HIGHEST * peak
-    both = dict.fromkeys((threshold, max(lowest, _LEAST)))
-    limits = [limit for limit in both if limit < peak]
+    limits = list(dict.fromkeys((threshold, max(lowest, _LEAST))))
     areas = np.zeros(anomaly_map.view.source, np.uint8)
-    for limit, mask in zip(limits, _masks(anomaly_map, limits) if limits else (), strict=True):
+    for limit, mask in zip(limits, _masks(anomaly_map, limits), strict=True):
         areas |= mask & np.uint8(MARKED if limit == threshold else FAINT)
     return areas
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import heapq
 import math
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, count
+from itertools import count
 
 import cv2
 import numpy as np
@@ -22,7 +21,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from anomaly.imaging.read import Decoding, Image, read_image
-from anomaly.maps.anomaly_map import FAINT, MARKED, SourceMap, outlined_areas
+from anomaly.maps.anomaly_map import FAINT, MARKED, SourceMap, outlined_areas, strips
 
 RgbImage = NDArray[np.uint8]
 
@@ -30,7 +29,6 @@ OPACITY = 0.65  # of the colours over the image
 _FAINT = 0.5  # strength of the line around a region for review
 _AT_THRESHOLD = 127.5  # colour level of the threshold; levels 0 to 255 reach to twice as high
 _SHOWN_FROM = 0.75  # share of the threshold; lower values aren't coloured
-_STRIP_PIXELS = 8_000_000  # drawn or compressed at once
 
 
 def display(image: Image, rows: slice = slice(None)) -> RgbImage:
@@ -79,12 +77,10 @@ def heatmap(
     height, width = image.size
     line = max(1, round(min(image.size) / 300))
     margin = 2 * line + 2
-    rows = max(_STRIP_PIXELS // width, 2 * margin)
     result = np.empty((height, width, 3), np.uint8)
-    for top in range(0, height, rows):  # a large image's whole map may not fit into memory
-        bottom = min(top + rows, height)
+    for rows in strips(image.size):  # a large image's whole map may not fit into memory
         # Outlines also run along the cut; these lie in the margin, which is cut off again.
-        wide = slice(max(0, top - margin), min(height, bottom + margin))
+        wide = slice(max(0, rows.start - margin), rows.stop + margin)
         strip = np.array(display(image, wide))
         values, outlined = anomaly_map(wide), areas[wide]
         _tint(strip, values, threshold)
@@ -92,7 +88,7 @@ def heatmap(
         if (outlined == FAINT).any():
             _outline(strip, outlined > 0, line, _FAINT)
         _outline(strip, outlined == MARKED, line)
-        result[top:bottom] = strip[top - wide.start : bottom - wide.start]
+        result[rows] = strip[rows.start - wide.start :][: rows.stop - rows.start]
     return result
 
 
@@ -180,47 +176,26 @@ def colour_stops(steps: int = 17) -> list[tuple[int, int, int, float]]:
     return [(*map(int, colours[i]), round(float(alpha[i]), 4)) for i in at]  # type: ignore[misc]
 
 
-def encode_png(picture: NDArray[np.generic]) -> bytes:
-    """A picture as a PNG file's bytes.
+def encode_png(picture: NDArray[np.uint8]) -> bytes:
+    """A picture (H, W, 3) RGB or (H, W) grey as a PNG file's bytes.
 
     Every row is stored as its difference from the one above and compressed by ISA-L's level 1:
     a tenth of the time that OpenCV's encoder takes, for files of about its size.
-
-    Args:
-        picture: (H, W, 3) RGB or (H, W) grey, 8 or 16 bits.
     """
+    values = np.ascontiguousarray(picture).reshape(len(picture), -1)
+    rows = np.empty((len(values), 1 + values.shape[1]), np.uint8)
+    rows[:, 0] = 2  # the filter "up" (PNG specification, section 9.2)
+    rows[0, 1:] = values[0]
+    np.subtract(values[1:], values[:-1], out=rows[1:, 1:])
     height, width = picture.shape[:2]
-    bits, colour = 8 * picture.dtype.itemsize, 2 if picture.ndim == 3 else 0
-    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
-    data = ((b"IDAT", part) for part in _deflated(picture.reshape(height, -1), width))
+    colour = 2 if picture.ndim == 3 else 0
+    header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
     pieces = [b"\x89PNG\r\n\x1a\n"]
-    for kind, body in chain([(b"IHDR", header)], data, [(b"IEND", b"")]):
-        checked = isal_zlib.crc32(body, isal_zlib.crc32(kind))
-        pieces += struct.pack(">I", len(body)) + kind, body, struct.pack(">I", checked)
+    data = isal_zlib.compress(rows, 1)
+    for kind, body in ((b"IHDR", header), (b"IDAT", data), (b"IEND", b"")):
+        checksum = isal_zlib.crc32(body, isal_zlib.crc32(kind))
+        pieces += struct.pack(">I", len(body)) + kind, body, struct.pack(">I", checksum)
     return b"".join(pieces)
-
-
-def _deflated(flat: NDArray[np.generic], width: int) -> Iterator[bytes]:
-    """Compressed rows of a PNG file, a strip of the picture at a time.
-
-    Args:
-        flat: the picture's samples (H, W · channels).
-        width: W in pixels.
-    """
-    stream = isal_zlib.compressobj(1)
-    high_first = flat.dtype.newbyteorder(">")
-    above: NDArray[np.uint8] | None = None
-    step = max(1, _STRIP_PIXELS // width)
-    for top in range(0, len(flat), step):
-        strip = np.ascontiguousarray(flat[top : top + step].astype(high_first, copy=False))
-        values = strip.view(np.uint8)
-        rows = np.empty((len(values), 1 + values.shape[1]), np.uint8)
-        rows[:, 0] = 2  # the filter "up" (PNG specification, section 9.2)
-        rows[0, 1:] = values[0] if above is None else values[0] - above
-        np.subtract(values[1:], values[:-1], out=rows[1:, 1:])
-        above = values[-1]
-        part = stream.compress(rows)
-        yield part + stream.flush() if top + step >= len(flat) else part
 
 
 def _levels(anomaly_map: NDArray[np.float32], threshold: float) -> NDArray[np.uint8]:

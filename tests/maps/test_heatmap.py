@@ -8,7 +8,7 @@ import pytest
 from pixel_map import pixel_map
 
 from anomaly.imaging.read import Image
-from anomaly.maps import heatmap as heatmap_module
+from anomaly.maps import anomaly_map as map_module
 from anomaly.maps.heatmap import OPACITY, colour_stops, display, encode_png, heatmap, layer
 
 
@@ -64,7 +64,7 @@ def test_strips_leave_no_seams(monkeypatch: pytest.MonkeyPatch) -> None:
     scores[:5] = np.nan
     limit = float(np.nanquantile(scores, 0.7))
     whole = _drawn(_grey(120, 100), scores, limit, 0.98 * limit)
-    monkeypatch.setattr(heatmap_module, "_STRIP_PIXELS", 40 * 100)
+    monkeypatch.setattr(map_module, "_STRIP_PIXELS", 40 * 100)
     np.testing.assert_array_equal(_drawn(_grey(120, 100), scores, limit, 0.98 * limit), whole)
 
 
@@ -130,12 +130,9 @@ def test_the_layer_over_the_picture_is_the_overlay() -> None:
     assert layer(anomaly_map, 1.0)[0, 0].tolist() == [0, 0, 0, 128]
 
 
-def test_png_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: list[tuple[int, ...]] = [(13, 17, 3), (13, 17), (1, 5), (9, 1)]
-    for shape, kind, strip in itertools.product(shapes, (np.uint8, np.uint16), (1, 40, 1 << 30)):
-        monkeypatch.setattr(heatmap_module, "_STRIP_PIXELS", strip)
-        top = np.iinfo(kind).max + 1
-        picture = np.random.default_rng(0).integers(0, top, shape, dtype=kind)
-        data = np.frombuffer(encode_png(picture), np.uint8)
-        found = cv2.imdecode(data, cv2.IMREAD_UNCHANGED)
-        np.testing.assert_array_equal(found[..., ::-1] if len(shape) == 3 else found, picture)
+@pytest.mark.parametrize("shape", [(13, 17, 3), (13, 17), (1, 5), (9, 1)])
+def test_png_round_trip(shape: tuple[int, ...]) -> None:
+    picture = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    data = np.frombuffer(encode_png(picture), np.uint8)
+    decoded = cv2.imdecode(data, cv2.IMREAD_UNCHANGED)
+    np.testing.assert_array_equal(decoded[..., ::-1] if len(shape) == 3 else decoded, picture)
