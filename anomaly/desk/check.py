@@ -37,10 +37,9 @@ from anomaly.imaging.read import (
     Decoding,
     Image,
     aspect_error,
-    bits_used,
-    made_of,
+    derive,
     read_image,
-    say_bits_used,
+    say_unstated_bits,
 )
 from anomaly.runtime import Progress
 
@@ -205,8 +204,8 @@ def check(
     for image in _check_all(everything, reading):
         images.append(image)
         progress(len(images), len(everything))
-    bits = bits_used(image.look.brightest for image in images if image.look is not None)
-    bits = None if reading.decoding.bit_depth is not None else bits
+    brightest = (image.look.brightest for image in images if image.look is not None)
+    bits = reading.decoding.unstated_bits(brightest)
     faults = [fault for image in images for fault in image.faults]
     faults += [Fault("mask_unused", strays([m])) for m in dataset.unused_masks]
     looks = _good_looks(images)
@@ -214,7 +213,7 @@ def check(
     faults += [*_missing_masks(images), *_repeated(images)]
     faults += [*_nearly_repeated(images, looks, shown), *_too_few(images)]
     if bits is not None:
-        faults.append(Fault("bit_depth", say_bits_used(bits)))
+        faults.append(Fault("bit_depth", say_unstated_bits(bits)))
     if reading.one_aspect:
         faults += _other_aspects(images)
     order = list(Severity)
@@ -421,7 +420,7 @@ def pose_advice(
         one_grid: the method learns each position of the image separately (PaDiM).
     """
     sources = [sample.source for sample in samples[:: max(1, len(samples) // _POSES)]]
-    pictures = read_all(partial(made_of, grey_picture, decoding), sources)
+    pictures = read_all(partial(derive, grey_picture, decoding), sources)
     try:
         greys = [picture for picture in pictures if isinstance(picture, np.ndarray)]
         reference, _ = learn(greys, rigid=True)

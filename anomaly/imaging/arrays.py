@@ -3,8 +3,8 @@
 Arrays, PIL images and tensors become the same `Image` that a file is decoded into, so that the
 pixels of a lossless file and the file itself score the same, bit by bit.
 
-A model that torch computes has tensors, an exported one has arrays. What is done with the scores of
-either is written once, with `module_of(values)` for what both name alike.
+A model that torch computes has tensors, an exported one has arrays. Code for the scores of both is
+written once: `module_of(values)` is the module whose functions it calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, cast
@@ -25,61 +25,57 @@ from numpy.typing import NDArray
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.formats import Pixels, grey_to_rgb, over_black, unsupported
 from anomaly.imaging.loading import UnusableImage
-from anomaly.imaging.read import (
-    Decoding,
-    Image,
-    check_range,
-    described,
-    is_out_of_memory,
-    turned_upright,
-)
+from anomaly.imaging.read import Decoding, Image, check_range, described, is_out_of_memory
 
 
 class PilImage(Protocol):
     """A PIL image, for type checkers; PIL needn't be installed."""
 
     def getexif(self) -> Any:
-        """The notes in its file."""
+        """EXIF data of its file."""
 
 
 class TorchTensor(Protocol):
     """A torch tensor, for type checkers; torch needn't be imported."""
 
     def detach(self) -> Any:
-        """The tensor alone."""
+        """The same values, outside the gradient's graph."""
 
 
 ImageLike: TypeAlias = (
     "str | os.PathLike[str] | NDArray[Any] | PilImage | TorchTensor | Image | ArrayImage"
 )
-"""A path, an array, a PIL image, a torch tensor, or what `image` or a decoder made of one."""
+"""A path, or pixels: an array, a PIL image, a torch tensor, an `image` or a decoded file."""
 
 Array: TypeAlias = Any  # a torch.Tensor or an np.ndarray
 Channels: TypeAlias = Literal["rgb", "bgr"]
 AxisOrder: TypeAlias = Literal["HW", "HWC", "CHW"]
 _AXES = {None: (2, 3), "HW": (2,), "HWC": (3,), "CHW": (3,)}
 
-_EXIF_ORIENTATION = 0x0112
-# Modes of PIL images of 8 bits, and of more: their values are taken as they are.
+# Modes of PIL images of 8 bits a sample, and of more.
 _PIL_8_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _PIL_DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "F")
 
 
 @dataclass(frozen=True, eq=False)
 class ArrayImage:
-    """Pixels of a program with what their numbers mean; `image` makes one.
+    """Pixels in memory with the meaning of their numbers; its public name is `image`.
 
-    Attributes:
-        pixels: an array, a PIL image or a tensor.
-        channels: order of the three colours: `rgb`, or `bgr` as OpenCV's cameras give them. NumPy
-            arrays have to state it; tensors are RGB by default, PIL images and files always.
-        full_scale: the value that means white. None takes 255 for uint8 and 65535, or what the
-            model's `image.bit_depth` says, for uint16; floats have to state it.
-        layout: the axes: `HW`, `HWC` or `CHW`. None takes (H, W) and (H, W, 3) for arrays; tensors
-            have to state it.
+    Args:
+        pixels: an array (H, W) or (H, W, 3) of uint8, uint16 or floats, a PIL image or a tensor.
+        channels: order of the three colours: `rgb`, or `bgr` as from OpenCV. NumPy arrays have to
+            state it; tensors are RGB by default, PIL images and files always.
+        full_scale: the value that means white; floats have to state it. By default 255 for uint8
+            and 65535, or the highest value of the model's `image.bit_depth`, for uint16.
+        layout: the axes, `HW`, `HWC` or `CHW`; tensors have to state them. By default (H, W) or
+            (H, W, 3).
+
+    Raises:
+        DataError: `channels`, `full_scale` or `layout` isn't a legal value.
     """
 
-    pixels: Any
+    pixels: NDArray[Any] | PilImage | TorchTensor | Image
+    _: KW_ONLY
     channels: Channels | None = None
     full_scale: float | None = None
     layout: AxisOrder | None = None
@@ -93,20 +89,24 @@ class ArrayImage:
             raise DataError(f"full_scale is {self.full_scale!r}; it must be a number above 0")
 
     def decoded(self, decoding: Decoding) -> Image:
-        """A copy of the pixels: a camera may use its buffer again.
+        """A copy of the pixels as an image: a camera may use its buffer again.
 
-        Their size and kind are checked before they are touched.
+        Size and kind of the pixels are checked before the pixels are read.
+
+        Args:
+            decoding: limits and bit depth, as for files.
 
         Raises:
-            ImageError: they can't be used as an image; says why.
+            ImageError: the pixels can't be used as an image; says why.
         """
-        values, channels, orientation = self.pixels, self.channels, 1
+        values: Any = self.pixels
+        channels = self.channels
         if isinstance(values, Image):
             decoding.check_size(values.size)
             return values
         if _is(values, "PIL.Image", "Image"):
             decoding.check_size((values.height, values.width))
-            channels, (values, orientation) = "rgb", _from_pil(values)
+            channels, values = "rgb", _from_pil(values)
         else:
             is_tensor = _is(values, "torch", "Tensor")
             if not is_tensor and not isinstance(values, np.ndarray):
@@ -125,7 +125,7 @@ class ArrayImage:
             if self.layout == "CHW":
                 values = values.transpose(1, 2, 0)
         full_scale = self._full_scale(values.dtype, decoding)
-        pixels = turned_upright(_rgb(values, channels), orientation)
+        pixels = _rgb(values, channels)
         check_range(pixels, full_scale)
         digest = hashlib.sha256(f"{pixels.shape} {pixels.dtype} {full_scale}".encode())
         digest.update(pixels.data)
@@ -133,7 +133,11 @@ class ArrayImage:
         return Image(pixels, full_scale, mode, digest.hexdigest())
 
     def _size(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """(H, W) of an array's shape, unless it isn't one image's."""
+        """(H, W) of an array of this shape.
+
+        Raises:
+            ImageError: an array of this shape isn't one image.
+        """
         sides = " × ".join(map(str, shape)) or "no axes"
         if self.layout == "CHW":
             shape = (*shape[1:], *shape[:1])
@@ -146,6 +150,11 @@ class ArrayImage:
         return shape[0], shape[1]
 
     def _full_scale(self, dtype: np.dtype[Any], decoding: Decoding) -> float:
+        """The value that means white.
+
+        Raises:
+            ImageError: images don't have such numbers, or floats don't state their white.
+        """
         if dtype.kind != "f" and not (dtype.kind == "u" and dtype.itemsize <= 2):
             raise unsupported(
                 f"its values are {dtype}; an image has uint8, uint16 or floats (convert it with "
@@ -161,39 +170,19 @@ class ArrayImage:
         return decoding.full_scale(float(np.iinfo(dtype).max))
 
 
-def image(
-    pixels: NDArray[Any] | PilImage | TorchTensor,
-    *,
-    channels: Channels | None = None,
-    full_scale: float | None = None,
-    layout: AxisOrder | None = None,
-) -> ArrayImage:
-    """An image of pixels in memory, with what their numbers mean.
-
-    Args:
-        pixels: an array (H, W) or (H, W, 3) of uint8, uint16 or floats, a PIL image or a tensor.
-        channels: order of a NumPy array's three colours, which has to be stated: `rgb`, or `bgr`
-            as OpenCV gives them. Tensors are RGB by default, PIL images always.
-        full_scale: the value that means white; floats have to state it. By default 255 for uint8
-            and 65535, or what the model's `image.bit_depth` says, for uint16.
-        layout: the axes, `HW`, `HWC` or `CHW`; tensors have to state them.
-
-    Raises:
-        DataError: `channels`, `full_scale` or `layout` isn't a legal value.
-    """
-    return ArrayImage(pixels, channels, full_scale, layout)
+image = ArrayImage
 
 
 def source_of(given: ImageLike, decoding: Decoding, index: int | None = None) -> Path | Image:
-    """The file that is meant, or the pixels as an `Image` of their own.
+    """The file, or the pixels as an `Image` of their own.
 
     Args:
         given: a path, or pixels in memory.
-        decoding: most pixels, and significant bits of integers, as for files.
-        index: its place among others, for messages; None where it is the only one.
+        decoding: limits and bit depth, as for files.
+        index: place in the list of images, for messages; None for a single image.
 
     Raises:
-        ImageError: it can't be used as an image; says which and why.
+        ImageError: the pixels can't be used as an image; says which and why.
     """
     if isinstance(given, str | os.PathLike):
         return Path(given)
@@ -211,32 +200,32 @@ def source_of(given: ImageLike, decoding: Decoding, index: int | None = None) ->
 def sources(
     images: Iterable[ImageLike], decoding: Decoding
 ) -> Iterator[tuple[int, Path | Image | UnusableImage]]:
-    """The place of each image, and its file, its pixels, or why it can't be used."""
-    for index, given in enumerate(images):
+    """Index of each image, and its file, its pixels, or the reason why it can't be used."""
+    for index, image in enumerate(images):
         try:
-            yield index, source_of(given, decoding, index)
+            yield index, source_of(image, decoding, index)
         except ImageError as error:
             yield index, UnusableImage(index, error.status, str(error))
 
 
 def is_one(images: Any) -> TypeGuard[ImageLike]:
-    """True if something is meant as one image, not as a collection of several."""
+    """True for a single image; False for a collection of images."""
     if isinstance(images, np.ndarray) or _is(images, "torch", "Tensor"):
         return len(images.shape) < 4  # (N, H, W, 3) is N images
-    # A file's bytes, an open file or another library's array are no collection of images either;
-    # they will be refused.
+    # Bytes, an open file and another library's array are no collections either; `decoded` refuses
+    # them as images.
     single = str, os.PathLike, Image, ArrayImage, bytes, bytearray, memoryview, io.IOBase
     array = hasattr(images, "__array__")
     return isinstance(images, single) or array or not isinstance(images, Iterable)
 
 
 def _is(value: Any, module: str, name: str) -> bool:
-    """True if a value is of a library's class; that library then has been imported already."""
+    """True if a value is of a library's class; a value's library has been imported by somebody."""
     return isinstance(value, getattr(sys.modules.get(module), name, ()))
 
 
 def _rgb(values: NDArray[Any], channels: Channels | None) -> Pixels:
-    """(H, W, 3) RGB of (H, W), (H, W, 1) or (H, W, 3), a copy; floats in float32.
+    """A copy (H, W, 3) RGB of values (H, W), (H, W, 1) or (H, W, 3); floats become float32.
 
     Raises:
         ImageError: the order of three colours isn't stated.
@@ -253,6 +242,7 @@ def _rgb(values: NDArray[Any], channels: Channels | None) -> Pixels:
 
 
 def _from_torch(tensor: Any) -> NDArray[Any]:
+    """Values of a dense tensor, from whichever device; floats that NumPy lacks become float32."""
     try:
         try:
             return as_numpy(tensor)
@@ -266,25 +256,21 @@ def _from_torch(tensor: Any) -> NDArray[Any]:
         ) from None
 
 
-def _from_pil(image: Any) -> tuple[NDArray[Any], int]:
-    """Values (H, W) or (H, W, 3) of a PIL image, and its EXIF orientation; alpha over black."""
+def _from_pil(image: Any) -> NDArray[Any]:
+    """Values (H, W) or (H, W, 3) of an upright copy of a PIL image; alpha over black."""
     if image.mode not in (*_PIL_8_BIT, *_PIL_DEEP):
         raise unsupported(f"a PIL image of mode {image.mode}; convert it: image.convert('RGB')")
     try:
-        orientation = int(image.getexif().get(_EXIF_ORIENTATION, 1))
+        image = import_module("PIL.ImageOps").exif_transpose(image)
         if image.mode in _PIL_8_BIT:
-            clear = image.mode.endswith(("A", "P")) or "transparency" in image.info
-            image = image.convert("RGBA" if clear else "RGB")
+            has_alpha = image.mode.endswith(("A", "P")) or "transparency" in image.info
+            image = image.convert("RGBA" if has_alpha else "RGB")
         values = np.asarray(image)
     except Exception as error:  # PIL's readers have many ways to fail
         if is_out_of_memory(error):
             raise
         raise ImageError(f"PIL can't read it ({' '.join(str(error).split())})") from None
-    if image.mode == "RGBA":
-        values = over_black(
-            *(np.ascontiguousarray(part) for part in (values[..., :3], values[..., 3]))
-        )
-    return values, orientation
+    return over_black(values[..., :3], values[..., 3]) if image.mode == "RGBA" else values
 
 
 def module_of(values: Array) -> Any:
@@ -293,19 +279,19 @@ def module_of(values: Array) -> Any:
 
 
 def like(values: NDArray[Any], other: Array) -> Array:
-    """An array as what `other` is: an array, or a tensor on its device. Keeps its dtype."""
+    """Values as an array, or as a tensor on the device of `other`, as `other` is; same dtype."""
     if isinstance(other, np.ndarray):
         return values
     return import_module("torch").from_numpy(values).to(other.device)
 
 
 def as_numpy(values: Array) -> NDArray[Any]:
-    """An array, or a tensor from whichever device, as an array."""
+    """Values of a tensor, from whichever device, as an array; an array itself."""
     return cast(
         NDArray[Any], values if isinstance(values, np.ndarray) else values.numpy(force=True)
     )
 
 
 def as_float32(values: Array) -> Array:
-    """An array, or a tensor, in float32."""
+    """Values of an array or a tensor in float32."""
     return values.astype(np.float32) if isinstance(values, np.ndarray) else values.float()

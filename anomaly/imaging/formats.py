@@ -1,13 +1,13 @@
-"""Picture files of each kind -> what they say about their picture, and its RGB pixels.
+"""Image files of each format -> header and RGB pixels.
 
-A decoder gives half a picture for half a file, often without a word. So a file is checked before it
-is decoded: by its length, the checksums that its format has, and the parts that have to be there.
+A decoder returns half a picture for half a file, often without a word. So a file is checked before
+it is decoded: by its length, the checksums that its format has, and the parts that it must hold.
 The size that it declares is known before anything is decoded.
 
 Alpha is composited over black. Dropping it would show the colours hidden under transparent
 pixels, which encoders are free to change, so one picture saved twice would give two results.
-Embedded ICC profiles and gamma are not applied: a camera's values are taken as they are. Notes
-that aren't used and what follows the end of a picture (previews, films) are left alone.
+Embedded ICC profiles and gamma are not applied: a camera's values are taken as they are. Metadata
+that isn't used and bytes behind the end of a picture (previews, films) are ignored.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ Tags: TypeAlias = dict[int, NDArray[Any]]
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """Facts of a file about its picture.
+    """Header of an image file.
 
     Attributes:
         mode: colour kind and bits a sample as stored: "grey8", "rgb16", "palette4", "rgba8",
             "greyfloat32".
         stored: (H, W) of the picture before its orientation is applied.
-        decode: gives RGB pixels (H, W, 3) as stored, orientation not applied; raises ImageError.
+        decode: returns RGB pixels (H, W, 3) before orientation is applied, of another size than
+            `stored` where the file is damaged; raises ImageError.
         full_scale: the pixel value that means 1.0.
         orientation: EXIF orientation, 1 to 8; 1 is upright.
     """
@@ -64,13 +65,13 @@ class ImageHeader:
 
 
 class Format(NamedTuple):
-    """A kind of picture file.
+    """Format of image files.
 
     Attributes:
-        name: in messages.
-        suffixes: the ends of such files' names.
-        signature: matches the first bytes of such a file.
-        read: header of a file's bytes; raises ImageError, without the file's name.
+        name: name in messages.
+        suffixes: suffixes of the files, in lower case.
+        signature: pattern of the first bytes.
+        read: returns the header of a file's bytes; raises ImageError, without the file's name.
     """
 
     name: str
@@ -79,21 +80,21 @@ class Format(NamedTuple):
     read: Callable[[bytes], ImageHeader]
 
 
-def damaged(what: str) -> ImageError:
-    """Error for a file whose content breaks its format's own rules."""
-    return ImageError(what, "unreadable")
+def damaged(reason: str) -> ImageError:
+    """Error for a file that breaks the rules of its format."""
+    return ImageError(reason, "unreadable")
 
 
-def unsupported(what: str) -> ImageError:
+def unsupported(reason: str) -> ImageError:
     """Error for a healthy file of a kind that isn't accepted."""
-    return ImageError(what, "unsupported")
+    return ImageError(reason, "unsupported")
 
 
-def _by_opencv(file: bytes, size: tuple[int, int]) -> Pixels:
-    """Decode a file by OpenCV: (H, W) or (H, W, C) at its own depth, blue first.
+def _by_opencv(file: bytes) -> Pixels:
+    """Pixels (H, W) or (H, W, C) of a file by OpenCV, at the file's depth, blue first.
 
     Raises:
-        ImageError: `unreadable` where OpenCV finds it damaged, or of another size (H, W).
+        ImageError: `unreadable`: OpenCV finds the file damaged.
     """
     try:
         pixels = cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_UNCHANGED)
@@ -101,18 +102,18 @@ def _by_opencv(file: bytes, size: tuple[int, int]) -> Pixels:
         if error.code == cv2.Error.StsNoMem:
             raise MemoryError from None
         pixels = None
-    if pixels is None or pixels.shape[:2] != size:
+    if pixels is None:
         raise damaged("its pixels are damaged or cut short")
     return pixels
 
 
 def grey_to_rgb(grey: Pixels) -> Pixels:
-    """Repeat grey (H, W) or (H, W, 1) into (H, W, 3)."""
+    """RGB (H, W, 3) of grey (H, W) or (H, W, 1)."""
     return np.asarray(cv2.cvtColor(grey, cv2.COLOR_GRAY2RGB))
 
 
 def _to_rgb(pixels: Pixels) -> Pixels:
-    """Turn what OpenCV decodes into RGB (H, W, 3), colours in place and alpha over black.
+    """RGB (H, W, 3), alpha over black, of pixels decoded by OpenCV, which are overwritten.
 
     Args:
         pixels: (H, W), or (H, W, C) with blue first and straight alpha last.
@@ -126,9 +127,9 @@ def _to_rgb(pixels: Pixels) -> Pixels:
 
 
 def over_black(colours: Pixels, alpha: Pixels) -> Pixels:
-    """Composite integer colours (H, W, C) over black by straight alpha (H, W), rounded to nearest.
+    """Integer colours (H, W, C) over black by straight alpha (H, W), rounded to nearest.
 
-    Full opacity is the highest value of their type.
+    Full opacity is the highest value of the type.
     """
     full = int(np.iinfo(alpha.dtype).max)
     if alpha.min() == full:
@@ -148,10 +149,10 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def _directories(data: bytes) -> Iterator[Tags]:
-    """Read the directories of a TIFF in file order, each when it is asked for; they may be a loop.
+    """Directories of a TIFF in file order, each read when it is asked for; they may form a loop.
 
     Raises:
-        ImageError: `unreadable` when there is none, the chain is cut, or this isn't TIFF.
+        ImageError: `unreadable`: a directory or its values lie beyond the end, or it isn't TIFF.
     """
     order = ">" if data[:2] == b"MM" else "<"
     try:
@@ -166,7 +167,7 @@ def _directories(data: bytes) -> Iterator[Tags]:
             for tag, kind, length, start in struct.iter_unpack(order + "HHII", data[at + 2 : end]):
                 at += 12
                 size = length * np.dtype(_INTEGERS.get(kind, "u1")).itemsize
-                start = at - 2 if size <= 4 else start  # short enough to lie in the entry itself
+                start = at - 2 if size <= 4 else start  # short values lie in the entry itself
                 if kind in _INTEGERS:
                     if start + size > len(data):
                         raise damaged(f"it is cut short: the values of TIFF tag {tag} are missing")
@@ -179,19 +180,19 @@ def _directories(data: bytes) -> Iterator[Tags]:
 
 
 def _first(tags: Tags, tag: int, default: int = 0) -> int:
-    """First value of a tag; the default where there is none."""
+    """First value of a tag; the default for a missing tag."""
     values = tags.get(tag, _NOTHING)
     return int(values[0]) if len(values) else default
 
 
 def _orientation(tags: Tags) -> int:
-    """EXIF orientation, 1 to 8; 1 where none is given, or no legal one."""
+    """EXIF orientation, 1 to 8; 1 for a missing or an illegal one."""
     value = _first(tags, _ORIENTATION)
     return value if 1 <= value <= 8 else 1
 
 
 def _exif_orientation(exif: bytes) -> int:
-    """Orientation, 1 to 8, by EXIF data; 1 where it is damaged, as the picture may be whole."""
+    """EXIF orientation, 1 to 8; 1 for damaged EXIF data, as the picture may be whole."""
     with suppress(ImageError):
         for tags in _directories(exif.removeprefix(b"Exif\0\0")) if exif else ():
             return _orientation(tags)
@@ -204,7 +205,11 @@ _COLOURS = {0: "grey", 2: "rgb", 3: "palette", 4: "greya", 6: "rgba"}
 
 
 def png(data: bytes) -> ImageHeader:
-    """Header of a PNG, whose chunks all have to be whole; libpng checks the pixels' checksum."""
+    """Header of a PNG, whose chunks must be whole; libpng checks the checksum of the pixels.
+
+    Raises:
+        ImageError: the file is damaged, animated, or grey with a transparent value.
+    """
     chunks = _chunks(data)
     head = struct.unpack(">I4sIIBB", data[8:26].ljust(18))
     length, kind, width, height, depth, colour = head
@@ -212,19 +217,23 @@ def png(data: bytes) -> ImageHeader:
         raise damaged("its PNG header is missing or has illegal values")
     if b"acTL" in chunks:
         raise unsupported("it is an animated PNG; save the frame to inspect as a file of its own")
-    if colour == 0 and b"tRNS" in chunks:  # OpenCV would show it
+    if colour == 0 and b"tRNS" in chunks:  # OpenCV would show the transparent pixels
         raise unsupported("it is a grey PNG with a transparent value; save it without one")
     return ImageHeader(
         f"{_COLOURS[colour]}{depth}",
         (height, width),
-        lambda: _to_rgb(_by_opencv(data, (height, width))),
+        lambda: _to_rgb(_by_opencv(data)),
         65535.0 if depth == 16 else 255.0,
         _exif_orientation(chunks.get(b"eXIf", b"")),
     )
 
 
 def _chunks(data: bytes) -> dict[bytes, bytes]:
-    """Contents of a PNG's chunks but for its pixels, by their kind; raises unless all are whole."""
+    """Contents of a PNG's chunks by kind, without the pixels.
+
+    Raises:
+        ImageError: `unreadable`: a chunk is cut, or its checksum is wrong.
+    """
     chunks: dict[bytes, bytes] = {}
     view, at, kind = memoryview(data), 8, b""
     while kind != b"IEND":
@@ -243,7 +252,7 @@ def _chunks(data: bytes) -> dict[bytes, bytes]:
 
 
 _EOI, _SOS, _APP1 = 0xD9, 0xDA, 0xE1
-# Application data and comments; but Adobe's (0xEE) says what the colours are.
+# Application data and comments; without Adobe's (0xEE), which tells the kind of colours.
 _METADATA = {*range(_APP1, 0xEE), 0xEF, 0xFE}
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _DECODABLE = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}  # baseline, extended, progressive; arithmetic
@@ -253,16 +262,18 @@ _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 
 
 def jpeg(data: bytes) -> ImageHeader:
-    """Header of a JPEG; of several pictures in one file (MPO, from phones) the first one counts.
+    """Header of a JPEG, or of the first picture in a file of several (MPO, from phones).
 
     Most decoders fill the missing part of a JPEG that was cut and closed again with grey, and only
-    whisper about it. libjpeg does notice that its bits ran out, with one exception: a progressive
-    file that lost whole scans is a legal, blurred picture.
+    warn. libjpeg notices that its bits ran out, with one exception: a progressive file that lost
+    whole scans is a legal, blurred picture. So the scans are counted here.
+
+    Raises:
+        ImageError: the file is damaged, or of a kind that isn't accepted.
     """
     frame, precision, height, width, exif = 0, 0, 0, 0, b""
-    missing: dict[int, Pixels] = {}  # of each component's 64 coefficients, the bits still to come
-    # What is left out: libjpeg would refuse a picture for a damaged colour profile that nobody
-    # applies.
+    missing: dict[int, Pixels] = {}  # low bits (64,) of each component's coefficients yet to come
+    # Without metadata: libjpeg would refuse a picture for a damaged colour profile that isn't used.
     bare: list[bytes | memoryview] = [data[:2]]
     try:
         for marker, content, segment in _segments(data):
@@ -295,24 +306,26 @@ def jpeg(data: bytes) -> ImageHeader:
     if any(bits.any() for bits in missing.values()):
         raise damaged("it is cut short: some scans of the JPEG are missing")
 
-    def decode() -> Pixels:
-        pixels = _by_libjpeg(b"".join(bare))
-        if pixels.shape[:2] != (height, width):
-            raise damaged("its pixels are damaged or cut short")
-        return pixels
-
-    mode, orientation = _COMPONENTS[len(missing)], _exif_orientation(exif)
-    return ImageHeader(mode, (height, width), decode, orientation=orientation)
+    return ImageHeader(
+        _COMPONENTS[len(missing)],
+        (height, width),
+        lambda: _by_libjpeg(b"".join(bare)),
+        orientation=_exif_orientation(exif),
+    )
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, bytes, memoryview]]:
-    """Marker and content of each segment up to the end, and all of it, the scan's pixels, too."""
+    """Marker, content and bytes of each segment up to the end; a scan's bytes include its pixels.
+
+    Raises:
+        ImageError: `unreadable`: a marker is missing, or a segment is cut.
+    """
     at, marker = 2, 0
     while marker != _EOI and at + 2 <= len(data):
         if data[at] != 0xFF:
             raise damaged(f"it has no JPEG marker at byte {at}, where one is due")
         marker, start, at = data[at + 1], at, at + 1
-        if marker == 0xFF:  # it fills up
+        if marker == 0xFF:  # any number of these may stand before a marker
             continue
         end = at + 1
         if marker != _EOI:
@@ -326,6 +339,15 @@ def _segments(data: bytes) -> Iterator[tuple[int, bytes, memoryview]]:
 
 
 def _by_libjpeg(data: bytes, padded: bool = True) -> Pixels:
+    """RGB pixels (H, W, 3) of a JPEG.
+
+    Args:
+        data: the file.
+        padded: zeros may stand before the end marker; they are removed.
+
+    Raises:
+        ImageError: libjpeg refuses the file, or warns of damage.
+    """
     try:
         return np.asarray(simplejpeg.decode_jpeg(data, strict=True))  # its warnings are errors
     except (ValueError, TypeError, RuntimeError) as error:
@@ -341,13 +363,18 @@ def _by_libjpeg(data: bytes, padded: bool = True) -> Pixels:
         raise damaged("its JPEG data is cut short or damaged") from None
 
 
-# BMP has no checksum: of a file that is long enough, only a header that contradicts itself shows.
+# BMP has no checksum: in a file that is long enough, damage shows only where the header
+# contradicts itself.
 _HEADERS = (40, 52, 56, 108, 124)  # bytes
 _MODES = {1: "palette1", 4: "palette4", 8: "palette8", 24: "rgb8", 32: "rgb8"}
 
 
 def bmp(data: bytes) -> ImageHeader:
-    """Header of an uncompressed BMP, which must be long enough for its pixels."""
+    """Header of an uncompressed BMP, which must be long enough for its pixels.
+
+    Raises:
+        ImageError: the file is damaged, compressed, or of a rare kind.
+    """
     try:
         pixels_at, header, width, height, _, bits, packing = struct.unpack_from(
             "<IIiiHHI", data, 10
@@ -365,23 +392,23 @@ def bmp(data: bytes) -> ImageHeader:
     there, needed = len(data) - pixels_at, (width * bits + 31) // 32 * 4 * abs(height)
     if there < needed:
         raise damaged(f"it is cut short: {max(there, 0)} of {needed} bytes of pixels are there")
-    size = abs(height), width
 
     def decode() -> Pixels:
-        pixels = _by_opencv(data, size)  # of 32 bits, the fourth byte means nothing
+        pixels = _by_opencv(data)
+        # The fourth byte of 32 bits isn't alpha, and means nothing.
         return _to_rgb(pixels if pixels.ndim == 2 else pixels[..., :3].copy())
 
-    return ImageHeader(_MODES[bits], size, decode)
+    return ImageHeader(_MODES[bits], (abs(height), width), decode)
 
 
-# TIFF's samples are read by this program itself: libraries differ, without a word, over big-endian
-# files, reduce 16-bit colour to 8, and fill damaged strips with black. Only LZW is left to OpenCV's
+# This program reads a TIFF's samples itself: libraries silently disagree over big-endian files,
+# reduce 16-bit colour to 8, and fill damaged strips with black. Only LZW is left to OpenCV's
 # libtiff, strip by strip.
 _NONE, _LZW, _DEFLATE, _OLD_DEFLATE = 1, 5, 8, 32946
-_CHANNELS = {1: 1, 2: 3}  # of grey and RGB, by TIFF's number of them
-# By SampleFormat and BitsPerSample, each of which has to be the same for all samples.
+_CHANNELS = {1: 1, 2: 3}  # by PhotometricInterpretation: grey, RGB
+# numpy codes by SampleFormat and BitsPerSample, which have to be the same for all samples.
 _NUMBERS = {((1,), (8,)): "u1", ((1,), (16,)): "u2", ((3,), (32,)): "f4"}
-# Bytes of 0 as LZW codes that clear the table, so that they leave no trace in what follows.
+# A byte of 0 in LZW codes that clear the table first and last: a stream may follow as it is.
 _LZW_ZERO = b"\x80\0\x20\x10\x08\x04\x02\x01\0"
 _ROW_BYTES = 1024
 
@@ -391,10 +418,12 @@ _PLANAR, _PREDICTOR, _TILE_WIDTH, _SAMPLE_FORMAT = 284, 317, 322, 339
 
 
 def tiff(data: bytes) -> ImageHeader:
-    """Header of a TIFF, whose pixels must all lie inside the file.
+    """Header of a TIFF of one page, grey or RGB of 8 or 16 bits or of floats, in strips.
 
-    It is grey or RGB of 8 or 16 bits or of floats, in strips. Floats are taken as 0 to 1:
-    `MaxSampleValue` is for statistics only (TIFF 6.0).
+    Floats run from 0 to 1: `MaxSampleValue` is for statistics only (TIFF 6.0).
+
+    Raises:
+        ImageError: the file is cut or damaged, or of a kind that isn't accepted.
     """
     pages = list(islice(_directories(data), 2))
     if len(pages) != 1:
@@ -419,12 +448,12 @@ def tiff(data: bytes) -> ImageHeader:
             needed = strip.nbytes
             if compression == _LZW:
                 content = _by_libtiff(content, needed)
-            elif compression != _NONE:  # some programs fill up the last strip
+            elif compression != _NONE:  # some programs fill up the last strip to its full rows
                 content = _inflated(content, rows * pixels[0].nbytes)
             if len(content) < needed:
                 raise damaged(f"a strip of its pixels ends after {len(content)} of {needed} bytes")
             strip[...] = np.frombuffer(content[:needed], number).reshape(strip.shape)
-            if differences:  # modulo the range of their type
+            if differences:  # the sums wrap around at the range of the type
                 np.cumsum(strip, axis=1, dtype=strip.dtype, out=strip)
         return grey_to_rgb(pixels) if channels == 1 else pixels
 
@@ -439,16 +468,17 @@ def tiff(data: bytes) -> ImageHeader:
 
 
 def _samples(page: Tags, order: str) -> tuple[int, np.dtype[Any], int, bool]:
-    """A pixel's channels, their type and compression; whether each is a difference from its left.
+    """Channels, number type, compression, and True for differences from the pixel to the left.
 
-    Refuses what isn't plain grey or RGB in strips, of all that TIFF may hold.
+    Raises:
+        ImageError: `unsupported`: not plain grey or RGB in strips.
     """
     channels, compression = _first(page, _SAMPLES, 1), _first(page, _COMPRESSION, _NONE)
     kinds, bits = (
         tuple(set(page.get(tag, _NOTHING).tolist()) or {1}) for tag in (_SAMPLE_FORMAT, _BITS)
     )
     number = _NUMBERS.get((kinds, bits))
-    # The predictor of an uncompressed picture is left of an earlier compression.
+    # A program that undid the compression may have left its predictor's tag.
     predictor = 1 if compression == _NONE else _first(page, _PREDICTOR, 1)
     if (
         number is None
@@ -467,7 +497,11 @@ def _samples(page: Tags, order: str) -> tuple[int, np.dtype[Any], int, bool]:
 
 
 def _inflated(stream: memoryview, most: int) -> memoryview:
-    """The content of a zlib stream, which has to end, with its checksum, within `most` bytes."""
+    """Content of a zlib stream of at most `most` bytes; the stream must end with its checksum.
+
+    Raises:
+        ImageError: `unreadable`: the stream is damaged, cut, or longer.
+    """
     inflater = isal_zlib.decompressobj()
     try:
         content = inflater.decompress(stream, most + 1)
@@ -479,10 +513,14 @@ def _inflated(stream: memoryview, most: int) -> memoryview:
 
 
 def _by_libtiff(strip: memoryview, expected: int) -> memoryview:
-    """Undo LZW by OpenCV, as the only strip of a grey picture (TIFF 6.0, section 2).
+    """Content of a strip in LZW by OpenCV, as the only strip of a grey picture (TIFF 6.0, 2).
 
     OpenCV reports damage in 16-bit pictures but ignores it in 8-bit ones. So the picture has 16
     bits, and zeros in front fill its rows.
+
+    Args:
+        strip: the compressed bytes.
+        expected: bytes of the content.
     """
     rows = -(-expected // _ROW_BYTES)
     zeros = rows * _ROW_BYTES - expected
@@ -498,12 +536,16 @@ def _by_libtiff(strip: memoryview, expected: int) -> memoryview:
     }
     directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     header = struct.pack("<2sHIH", b"II", 42, 8, len(tags))
-    pixels = _by_opencv(header + directory + bytes(4) + content, (rows, _ROW_BYTES // 2))
+    pixels = _by_opencv(header + directory + bytes(4) + content)
     return pixels.reshape(-1).view(np.uint8).data[zeros:]
 
 
 def webp(data: bytes) -> ImageHeader:
-    """Header of a still WebP, which must be as long as it says it is (RFC 9649)."""
+    """Header of a still WebP, which must be as long as it says it is (RFC 9649).
+
+    Raises:
+        ImageError: the file is damaged or animated.
+    """
     end, at, chunks = 8 + int.from_bytes(data[4:8], "little"), 12, dict[bytes, slice]()
     if end > len(data):
         raise damaged(f"it is cut short: {len(data)} of {end} bytes are there")
@@ -527,15 +569,15 @@ def webp(data: bytes) -> ImageHeader:
         raise damaged("it holds no WebP picture") from None
 
     if extended := data[chunks.get(b"VP8X", slice(0))]:
-        # A lossless picture has its alpha inside, and may be promised one that it doesn't need.
+        # A lossless picture holds its alpha itself; the header may announce an alpha that is full.
         promised = extended[0] & 0x10 and not (b"VP8L" in chunks and not alpha)
         if bool(promised) != alpha or (extended[0] & 0x08 and b"EXIF" not in chunks):
             raise damaged("its WebP header and its alpha or EXIF data contradict each other")
 
     def decode() -> Pixels:
-        # A file that ends with the picture: libwebp would read on into what follows.
+        # The file is cut behind the picture: libwebp would read on into the next chunk.
         body = data[8 : picture.stop] + bytes(picture.stop % 2)
-        return _to_rgb(_by_opencv(b"RIFF" + struct.pack("<I", len(body)) + body, size))
+        return _to_rgb(_by_opencv(b"RIFF" + struct.pack("<I", len(body)) + body))
 
     orientation = _exif_orientation(data[chunks.get(b"EXIF", slice(0))])
     return ImageHeader("rgba8" if alpha else "rgb8", size, decode, orientation=orientation)

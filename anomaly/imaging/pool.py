@@ -1,9 +1,9 @@
-"""The program's decoding processes: they read images and write their pictures.
+"""Decoding processes of the program: they read image files and write their pictures.
 
-Every image file goes through here, whatever the command. A damaged file can take a decoder down,
-and with it its process: then the file is tried once more in a new one, and after that it is
-`failed`. So it is, at once, when it takes too long; the program goes on. The processes import no
-torch (45 MB each, not 700), and are asked in pickled messages through their standard input.
+Every image file goes through here, whatever the command. A damaged file can crash a decoder, and
+with it its process: then a new process tries the file once more, and after that the file is
+`failed`. A file that takes too long is `failed` at once. The program goes on. The processes import
+no torch (45 MB each, not 700), and are asked in pickled messages through their standard input.
 
 There are as many as the program has threads. Each starts when it is first needed and ends with the
 program.
@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -53,69 +53,65 @@ from anomaly.imaging.read import Image, described
 from anomaly.runtime import StoppedError, prefetch, program_threads
 
 AHEAD = 4  # images that each process may be ahead of the network
-# On the clock, for a file that doesn't come; the largest image that is usually accepted takes 40 s
-# of a quiet machine.
+# Limit of waiting time for a file that doesn't come; the largest image that is usually accepted
+# takes 40 s of a quiet machine.
 CLOCK_SECONDS = 300.0
-_ATTEMPTS = 2  # processes that a file may take down before it is `failed`
-_MEGABYTES = 1000  # that a process may take
-_LEAST_MEGABYTES = 200  # an interpreter with its libraries takes 70
+_ATTEMPTS = 2  # processes that a file may crash before it is `failed`
+_MEGABYTES = 1000  # memory limit of a process, unless the environment sets another
+_LEAST_MEGABYTES = 200  # least memory limit; an interpreter with its libraries takes 70 MB
 _KEPT_BYTES = 256 * 1024**2  # decoded images that each process keeps to draw them
 _HOME = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
-_PIPE_BYTES = 1 << 20  # an image of the network's size in one go; 64 kB take 3 ms more for each
+_PIPE_BYTES = 1 << 20  # holds an image of the network's size; 64 kB take 3 ms more for each
+
+# Verbs for messages, by the method of `Worker` that a request names.
+_DOING = {"call": "reading", "load": "decoding", "finish": "drawing"}
+_ABANDONED = "wasn't waited for"
 
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Task:
-    """A task of `Decoders` on its way to the processes; its number tells its images apart."""
-
-    loading: Preprocessing
-    pictures: Any
-    keep_image: bool
-    looks: bool
-    number: int = field(default_factory=itertools.count().__next__)
-
-
+@dataclass(frozen=True, eq=False)
 class Decoders:
-    """The program's decoding processes, at one task.
+    """A task of the decoding processes: load images, and draw the pictures of loaded ones.
 
-    Args:
-        loading: the way from files to network inputs.
-        pictures: its method `write` draws an image that was decoded; it travels to the processes,
-            pickled. None for nothing.
-        keep_image: True hands over the decoded image with the network's input.
-        looks: True adds the image's `Look` to each network input.
+    Attributes:
+        loading: preprocessing from files to network inputs.
+        pictures: object whose method `write` draws a decoded image; it travels to the processes,
+            pickled. None if nothing is drawn.
+        keep_image: hand over the decoded image with the network's input.
+        looks: add the image's `Look` to each network input.
+        number: number of the task, which tells its images from those of other tasks.
     """
 
-    def __init__(
-        self,
-        loading: Preprocessing,
-        pictures: Any = None,
-        *,
-        keep_image: bool = False,
-        looks: bool = False,
-    ) -> None:
-        self._task = Task(loading, pictures, keep_image, looks)
-        self._of: dict[int, _DecoderProcess] = {}
+    loading: Preprocessing
+    pictures: Any = None
+    _: KW_ONLY
+    keep_image: bool = False
+    looks: bool = False
+    number: int = field(default_factory=itertools.count().__next__, init=False)
+    # Processes that have loaded the images still to be drawn, by image index.
+    _loaders: dict[int, _DecoderProcess] = field(default_factory=dict, init=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_loaders": {}}  # a process's threads and pipes stay here
 
     def load_all(
         self,
         items: Iterable[tuple[int, Path | Image | UnusableImage]],
         stopped: Callable[[], bool] | None = None,
     ) -> Iterator[NetworkInput | UnusableImage]:
-        """Load images in order, a bounded number ahead of the one asked for.
+        """Load images in order, a bounded number ahead of the image asked for.
 
         Args:
-            items: index of each image, and its file, or its pixels, or why it can't be used.
-            stopped: asked now and then whether they are still wanted.
+            items: index of each image, and its file, its pixels, or its refusal.
+            stopped: asked now and then; returns True once the images aren't wanted any more.
 
         Raises:
-            StoppedError: they aren't; a process that is at one of them is ended.
+            StoppedError: `stopped` has returned True; processes that read a file are ended.
         """
         processes = _processes()
         # An image that is worth tiling is too large to have many of it waiting.
-        ahead = 0 if self._task.loading.sizing.tile else AHEAD * len(processes)
+        ahead = 0 if self.loading.sizing.tile else AHEAD * len(processes)
         try:
             yield from prefetch(lambda item: self.submit(*item), items, ahead, stopped)
         except StoppedError:
@@ -130,43 +126,54 @@ class Decoders:
     def submit(
         self, index: int, source: Path | bytes | Image | UnusableImage
     ) -> Future[NetworkInput | UnusableImage]:
-        """Load one image among many, as `load_all` does; nobody bounds how many wait.
+        """Load one image among many, as `load_all` does; nothing bounds how many wait.
 
         Args:
-            index: no other image that is being loaded or waits for its pictures has it.
-            source: its file, the file's bytes, pixels, or why it can't be used.
+            index: number of the image; no other image that is being loaded or waits for its
+                pictures has it.
+            source: the file, its bytes, pixels, or the refusal of an unusable image.
         """
-        task, process = self._task, _idlest()
-        if task.pictures is not None:
-            self._of[index] = process
-        if isinstance(source, Path | bytes):
-            return process.submit(_of_image, process, task, "load", index, source)
-        done: Future[NetworkInput | UnusableImage] = Future()
+        process = _idlest()
+        if self.pictures is not None:
+            self._loaders[index] = process
+        if isinstance(source, UnusableImage):
+            return process.submit(lambda: source)
         if isinstance(source, Image):
-            done.set_result(load(index, source, task.loading, looks=task.looks))
-        else:
-            done.set_result(source)
-        return done
+            return process.submit(load, index, source, self.loading, looks=self.looks)
+        return process.submit(self._answer, process, "load", index, source)
 
     def finish(self, index: int, path: Path | bytes, *what: Any) -> Future[Any]:
-        """Write the pictures of an image that was loaded and that is now scored.
+        """Write the pictures of a loaded image, in the process that has loaded it.
 
         Args:
-            index: the number by which the image was loaded.
-            path: the image's file; that file's bytes where it was loaded from them.
+            index: number under which the image was loaded.
+            path: the image's file, or the file's bytes, as given for loading.
             what: arguments of `pictures.write` behind the image.
 
         Returns:
-            What that returns, once the pictures are on disk; `UnusableImage` when the file can't be
-            read any more, can't be drawn, or takes its process down. The future raises OutputError
-            when they can't be written.
+            The result of `pictures.write`, once the pictures are on disk; `UnusableImage` if the
+            file can't be read any more, can't be drawn, or crashes its process. The future raises
+            OutputError if the pictures can't be written.
         """
-        process = self._of.pop(index)
-        return process.submit(_of_image, process, self._task, "finish", index, path, *what)
+        process = self._loaders.pop(index)
+        return process.submit(self._answer, process, "finish", index, path, *what)
+
+    def _answer(
+        self, process: _DecoderProcess, name: str, index: int, source: Path | bytes, *what: Any
+    ) -> Any:
+        """Answer of a process that `load`s or `finish`es an image; `UnusableImage` on failure."""
+        answer = process.ask(self, name, index, source, *what)
+        if isinstance(answer, ImageError):
+            return UnusableImage(index, answer.status, f"{described(index, source)}: {answer}")
+        if isinstance(answer, NetworkInput) and answer.image is not None:
+            # Tiles are rendered from the image, even where the image itself isn't handed over.
+            render = partial(paint, answer.name, answer.image)
+            return replace(answer, render=render, image=answer.image if self.keep_image else None)
+        return answer
 
     def forget(self, index: int) -> None:
-        """Forget an image that was loaded and needs no pictures."""
-        self._of.pop(index, None)
+        """Forget a loaded image that needs no pictures."""
+        self._loaders.pop(index, None)
 
 
 def read_all(function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
@@ -177,11 +184,10 @@ def read_all(function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator
         items: the arguments, one for each call.
 
     Yields:
-        The results; an ImageError (`failed`) where an item took too long, or took its process
-        down.
+        The results; an ImageError (`failed`) where an item took too long or crashed its process.
 
     Raises:
-        Exception: what the function raises.
+        Exception: an error of the function.
     """
     ahead = AHEAD * len(_processes())
     return prefetch(lambda item: _called(function, item), items, ahead)
@@ -196,7 +202,7 @@ def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
         about: the file, for messages.
 
     Raises:
-        ImageError: `failed`: it took too long, or took its process down.
+        ImageError: `failed`: the call took too long or crashed its process.
     """
     result = _called(function, *arguments).result()
     if isinstance(result, ImageError):
@@ -205,30 +211,31 @@ def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
 
 
 def warm_up(images: int) -> None:
-    """Start the processes that so many images need, while this one has something else to do."""
+    """Start the processes that so many images need, while this process has other work."""
     for process in _processes()[:images]:
         process.submit(process.start)
 
 
 def rest() -> None:
-    """End the processes when they are done, for their memory; whoever asks more starts them."""
+    """End the processes once they are done, to free memory; the next request starts others."""
     for process in _pools.get(os.getpid(), ()):
         process.submit(process.stop)
 
 
 @atexit.register
 def close() -> None:
-    """End the processes, whatever they are at; whoever asks more starts others."""
+    """End the processes in the middle of their work; the next request starts others."""
     for process in _pools.pop(os.getpid(), ()):
         process.close()
 
 
-# Decoding processes by the program's process number: a fork has none of the threads that ask its
-# parent's, and neither asks nor ends those.
+# Decoding processes by process id of the program: a fork lacks the threads that ask its parent's
+# processes, so it starts processes of its own, and never ends its parent's.
 _pools: dict[int, list[_DecoderProcess]] = {}
 
 
 def _processes() -> list[_DecoderProcess]:
+    """The decoding processes of this program; they start with their first request."""
     program = os.getpid()
     if program not in _pools:
         _pools.setdefault(program, [_DecoderProcess() for _ in range(program_threads())])
@@ -236,93 +243,81 @@ def _processes() -> list[_DecoderProcess]:
 
 
 def _idlest() -> _DecoderProcess:
+    """The process with the fewest jobs."""
     return min(_processes(), key=lambda process: len(process.waiting))
 
 
 def _called(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Result of a function that a decoding process calls."""
     process = _idlest()
-    return process.submit(process.ask, "reading", None, "call", function, *arguments)
-
-
-def _of_image(
-    process: _DecoderProcess, task: Task, name: str, index: int, source: Path | bytes, *what: Any
-) -> Any:
-    """Result of a process that is to `load` or to `finish` an image; its refusal if it failed."""
-    doing = "decoding" if name == "load" else "drawing"
-    answer = process.ask(doing, task, name, index, source, *what)
-    if isinstance(answer, ImageError):
-        return UnusableImage(index, answer.status, f"{described(index, source)}: {answer}")
-    if isinstance(answer, NetworkInput) and answer.image is not None:
-        # Of an image that isn't to be kept, the tiles are all that the pixels are needed for.
-        render = partial(paint, answer.name, answer.image)
-        return replace(answer, render=render, image=answer.image if task.keep_image else None)
-    return answer
+    return process.submit(process.ask, None, "call", function, *arguments)
 
 
 class _DecoderProcess:
-    """One process as the program sees it, asked one thing at a time by a thread."""
+    """A decoding process as the program sees it; a thread sends it one request after another."""
 
     def __init__(self) -> None:
         self.waiting: set[Future[Any]] = set()  # jobs that aren't done
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._sent: Task | None = None  # the task that the child knows
+        self._sent: Decoders | None = None  # the task that the child has received
         self._reading = False  # True while it reads a file, for which its time is limited
-        self._over = ""  # reason for which its last job was ended
+        self._over = ""  # reason for which its last request was broken off
         self._closed = False
         self._thread = ThreadPoolExecutor(1, "decoder")
 
-    def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Do something in the process's thread once everything before it is done."""
-        future = self._thread.submit(job, *arguments)
+    def submit(self, job: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
+        """Call a function in the process's thread, behind all earlier jobs."""
+        future = self._thread.submit(job, *arguments, **options)
         self.waiting.add(future)
         future.add_done_callback(self.waiting.discard)
         return future
 
-    def ask(self, doing: str, task: Task | None, name: str, *arguments: Any) -> Any:
-        """The process's answer to a request; called in its thread.
+    def ask(self, task: Decoders | None, name: str, *arguments: Any) -> Any:
+        """Answer of the process to a request; called in the process's thread.
 
         Args:
-            doing: `reading`, `decoding` or `drawing` a file, for messages.
-            task: the task that the request belongs to; None where it needs none.
+            task: the task that the request belongs to; None for `call`, which needs none.
             name: a method of `Worker`.
-            arguments: that method's arguments.
+            arguments: arguments of that method.
 
         Returns:
-            What the method returns; an ImageError (`failed`) where it took too long, or the process
-            has died of it, twice.
+            The method's result; an ImageError (`failed`) where it took too long, or has crashed
+            the process twice.
 
         Raises:
             AnomalyError: no such process can be started on this machine.
-            Exception: what the method raised, if that is nothing of the image's own.
+            Exception: an error of the method that isn't the image's fault.
         """
-        over = f"has crashed {_ATTEMPTS} decoding processes, one after the other"
         for _ in range(_ATTEMPTS):
-            child = self.start()
-            if child is None:
-                over = "wasn't waited for"
+            if (child := self.start()) is None:
+                self._over = _ABANDONED
                 break
             try:
                 done, answer = self._exchange(child, task, name, arguments)
             except (OSError, EOFError, pickle.UnpicklingError):
-                code = self.stop(patience=1)
-                if code == -signal.SIGPROF:
+                if self.stop(patience=1) == -signal.SIGPROF:
                     self._over = (
                         f"took more than {read.COMPUTING_SECONDS:.0f} s of computing, the limit "
                         f"for {read.MODEST_PIXELS / 1e6:.0f} million pixels"
                     )
                 if self._over:
-                    over = self._over
                     break
-                continue
-            if not done:
-                raise answer
-            return answer
-        return ImageError(f"{doing} it {over}", "failed")
+            else:
+                if not done:
+                    raise answer
+                return answer
+        reason = self._over or f"has crashed {_ATTEMPTS} decoding processes, one after the other"
+        return ImageError(f"{_DOING[name]} it {reason}", "failed")
 
     def _exchange(
-        self, child: subprocess.Popen[bytes], task: Task | None, name: str, arguments: Any
+        self, child: subprocess.Popen[bytes], task: Decoders | None, name: str, arguments: Any
     ) -> tuple[bool, Any]:
+        """Send a request, and receive (True, result) or (False, error).
+
+        Raises:
+            OSError, EOFError, UnpicklingError: the process ended before it had answered.
+        """
         assert child.stdin is not None
         assert child.stdout is not None
         self._reading, self._over = name != "finish", ""
@@ -336,15 +331,19 @@ class _DecoderProcess:
             self._reading = False
         return done, answer
 
-    def drop(self, over: str = "wasn't waited for") -> None:
-        """End it if it is reading a file, which may remain unfinished."""
+    def drop(self, over: str = _ABANDONED) -> None:
+        """End the process if it is reading a file.
+
+        Args:
+            over: the reason, for the file's message.
+        """
         with self._lock:
             if self._reading and self._child is not None:
                 self._over = over
                 self._child.kill()
 
     def close(self) -> None:
-        """End it, whatever it is at."""
+        """End the process for good, in the middle of its work."""
         with self._lock:
             self._closed = True
             if self._child is not None:
@@ -353,20 +352,20 @@ class _DecoderProcess:
         self.stop()
 
     def start(self) -> subprocess.Popen[bytes] | None:
-        """Start it, unless it is there; None once it was closed."""
+        """The running process, started if there is none; None once this was closed."""
         with self._lock:
             if self._child is None and not self._closed:
                 self._child, self._sent = start(), None
             return None if self._closed else self._child
 
     def stop(self, patience: float = 0) -> int:
-        """End it, if it is there, and return its exit code.
+        """End the process, and return its exit code; 0 if there is none.
 
         Args:
             patience: seconds in which it may end by itself, so that its exit code tells why.
 
         Raises:
-            AnomalyError: it has ended before it could be asked anything.
+            AnomalyError: it had failed to start.
         """
         with self._lock:
             child, self._child = self._child, None
@@ -377,10 +376,9 @@ class _DecoderProcess:
         child.kill()
         code = child.wait()
         errors = child.stderr.read().decode(errors="replace").strip() if child.stderr else ""
-        for stream in (child.stdin, child.stdout, child.stderr):
-            if stream is not None:
-                with suppress(OSError):  # what it couldn't be sent any more
-                    stream.close()
+        for stream in filter(None, (child.stdin, child.stdout, child.stderr)):
+            with suppress(OSError):  # a request that wasn't sent whole
+                stream.close()
         if code == 1 and errors:
             raise AnomalyError(
                 "the processes that decode images end as soon as they are started: "
@@ -390,17 +388,17 @@ class _DecoderProcess:
 
 
 def _folder() -> Path | None:
-    """The working folder, in which a process looks for files; None where it was deleted."""
+    """The program's working folder, where relative paths start; None if it was deleted."""
     with suppress(OSError):
         return Path.cwd()
     return None
 
 
 def start() -> subprocess.Popen[bytes]:
-    """A fresh interpreter that serves: works alike on every system, whatever threads there are.
+    """A decoding process: a fresh interpreter, as a fork would lack the program's threads.
 
     Raises:
-        AnomalyError: none can be started.
+        AnomalyError: no process can be started.
     """
     code = f"{_imports()}; serve({_memory_limit()})"
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -424,13 +422,13 @@ def start() -> subprocess.Popen[bytes]:
 
 
 def _imports() -> str:
-    """A program that finds the modules where this one does, its working folder changed or not."""
+    """Source text that imports `serve` from where this program has it, in any working folder."""
     places = [*sys.path, _HOME]
     return f"import sys; sys.path[:] = {places!r}; from {serve.__module__} import serve"
 
 
 def _memory_limit() -> int:
-    """Bytes that a decoding process may take: 1 GB, or as many megabytes as the environment says.
+    """Bytes of memory that a decoding process may take: 1 GB, or the environment's megabytes.
 
     Raises:
         AnomalyError: `ANOMALY_DECODER_MEMORY` isn't a number of megabytes.
@@ -445,79 +443,79 @@ def _memory_limit() -> int:
 
 
 def send(stream: IO[bytes], message: object) -> None:
-    """Hand a message to the other end of a pipe."""
+    """Send a message, pickled, through a pipe."""
     pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
     stream.flush()
 
 
 def serve(memory: int) -> None:
-    """The work of a decoding process, until its standard input ends, as it does with its parent.
+    """Answer requests in a decoding process until its standard input ends, as its parent does.
 
     Args:
-        memory: bytes that it may take.
+        memory: bytes of memory that the process may take.
     """
     cv2.setNumThreads(1)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides when it is over
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
-    # Whatever a library may print mustn't get between the answers.
+        signal.signal(number, signal.SIG_IGN)  # the parent ends its processes itself
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process at its time limit
+    # A library's prints mustn't get between the answers.
     answers, nowhere = os.fdopen(os.dup(1), "wb"), os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     worker = Worker()
-    # Not RLIMIT_AS, which counts the libraries' files, too, and room that is only reserved.
+    # RLIMIT_AS would also count the libraries' files, and memory that is only reserved.
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or memory < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
     with suppress(BrokenPipeError, EOFError):
         while True:
-            folder, *request = pickle.load(sys.stdin.buffer)  # from our own parent
+            folder, *request = pickle.load(sys.stdin.buffer)  # safe: the parent is this program
             if folder is not None:
                 os.chdir(folder)
-            # After so much computing the kernel ends this process; large images get more time, see
-            # `read.read_image`.
+            # After so much computing the kernel ends this process; `read.read_image` grants large
+            # images more.
             signal.setitimer(signal.ITIMER_PROF, read.COMPUTING_SECONDS)
-            # Nothing here holds the answer, or an error and all that its frames hold, any longer.
             send(answers, worker.answer(*request))
-            del request
+            del request  # frees its memory while this process waits
 
 
 class Worker:
-    """Work of a process: to `call`, to `load` or to `finish`.
+    """Work of a decoding process: its methods `call`, `load` and `finish`.
 
-    It keeps the images that it has decoded, within `_KEPT_BYTES`, where they are to be drawn; those
-    that didn't fit it reads again.
+    Decoded images that are to be drawn are kept, within `_KEPT_BYTES`; the others are read again.
     """
 
     def __init__(self) -> None:
-        self._task: Task
+        self._task: Decoders
         self._kept: OrderedDict[tuple[int, int], Image] = OrderedDict()
 
-    def answer(self, task: Task | None, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-        """(True, result) of a request that was done, else (False, its error).
+    def answer(
+        self, task: Decoders | None, name: str, arguments: tuple[Any, ...]
+    ) -> tuple[bool, Any]:
+        """(True, result) of a request, or (False, its error).
 
         Args:
             task: the task from now on; None for the last one.
-            name: the method that does it: `call`, `load` or `finish`.
-            arguments: that method's arguments.
+            name: name of the method to call: `call`, `load` or `finish`.
+            arguments: arguments of that method.
         """
         if task is not None:
             self._task = task
         try:
             result = getattr(self, name)(*arguments)
             if isinstance(result, UnusableImage) and result.status == "unsupported" and self._kept:
-                self._kept.clear()  # they may take the memory that this one needs
+                self._kept.clear()  # kept images may take the memory that this one needs
                 result = getattr(self, name)(*arguments)
             return True, result
-        except Exception as error:  # of no image alone: a full disk, a mistake of ours
+        except Exception as error:  # not the image's fault: a full disk, a bug
             return False, error
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Result of a function that needs none of the images that are kept."""
+        """Result of a function that needs no task."""
         return function(*arguments)
 
     def load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
-        """Load an image; it is kept to be drawn, and handed over to be cut into tiles."""
+        """Load an image; keep it if it is to be drawn, hand it over if it is cut into tiles."""
         loaded = load(index, source, self._task.loading, looks=self._task.looks)
         if isinstance(loaded, UnusableImage):
             return loaded
@@ -530,18 +528,24 @@ class Worker:
         return replace(loaded, image=loaded.image if handed else None, render=_elsewhere)
 
     def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
-        """Draw an image, which is forgotten then."""
+        """Draw the pictures of an image, and forget the image."""
         try:
             image = self._kept.pop((self._task.number, index), None)
             if image is None:
                 image = read.read_image(source, self._task.loading.decoding)
-            signal.setitimer(signal.ITIMER_PROF, 0)  # drawing follows no file's orders
+            # Drawing doesn't depend on the file's content, so its time needs no limit.
+            signal.setitimer(signal.ITIMER_PROF, 0)
             return self._task.pictures.write(image, *what)
-        except OutputError:  # of every image to come, too
+        except OutputError:  # every further image will fail likewise
             raise
         except Exception as error:
             return to_unusable(index, described(index, source), error)
 
 
 def _elsewhere(view: Any) -> NDArray[np.float32]:
+    """Stand-in for `NetworkInput.render` where another process has the image.
+
+    Raises:
+        ValueError: always.
+    """
     raise ValueError(f"{view} can't be rendered: the image was decoded in another process")

@@ -1,14 +1,14 @@
-"""Files of a folder -> those that are images -> RGB arrays, or errors that say why not.
+"""Image files -> RGB arrays, or errors that say why not; lists of the image files in folders.
 
-The only place where files are decoded, for training, scoring and evaluation alike. What a pixel
-value means is the same for every image of a kind:
+The only place where files are decoded, for training, scoring and evaluation alike. A pixel value
+means the same in all images of a kind:
 
 - Full scale is the full range of the file's declared depth: 255, 65535, 1.0 for floats.
-  Values are never clipped, and never stretched by what the single image happens to hold.
-- Cameras often put 10, 12 or 14 bits into a 16-bit file that can't say so. `bit_depth` says it:
+  Values are never clipped, and never stretched to the range of the single image.
+- Cameras often put 10, 12 or 14 bits into a 16-bit file, which can't state them. With `bit_depth`,
   full scale becomes 2**bit_depth - 1. It can only narrow the range, so 8-bit files keep theirs.
-- A pixel above full scale, a negative one and one that isn't a number make the image
-  `unsupported`: the depth is then not what it is said to be.
+- A pixel above full scale, a negative one or one that isn't a number makes the image
+  `unsupported`: the stated depth is wrong.
 
 Alpha is composited over black, and EXIF orientation is applied. Colour profiles are not.
 """
@@ -40,18 +40,18 @@ from anomaly.imaging.formats import FORMATS, Format, ImageHeader, Pixels, damage
 
 log = logging.getLogger(__name__)
 
-# Pictures that can't be read are listed too, so that they get a row that says why.
+# Files of these kinds are listed as images, too: each gets a row that says why it can't be read.
 _UNREADABLE = (".gif", ".heic", ".heif", ".avif", ".jp2", ".j2k", ".jxl", ".psd", ".exr", ".tga")
-IMAGE_SUFFIXES = frozenset(_UNREADABLE).union(*(known.suffixes for known in FORMATS))
+IMAGE_SUFFIXES = frozenset(_UNREADABLE).union(*(kind.suffixes for kind in FORMATS))
 
-_READABLE = ", ".join(known.name for known in FORMATS[:-1]) + f" or {FORMATS[-1].name}"
+_READABLE = ", ".join(kind.name for kind in FORMATS[:-1]) + f" or {FORMATS[-1].name}"
 
 MAX_PIXELS = 250_000_000
-# A file may be this long: 16 bits for each of four samples, and metadata.
+# Longest file: 16 bits for each of four samples of a pixel, and metadata.
 _BYTES_A_PIXEL = 8
-_BYTES_BESIDES = 64 * 1024**2
+_BYTES_OF_METADATA = 64 * 1024**2
 
-# What a decoding process may take: decoding so many pixels takes 4 s and 0.7 GB at most.
+# Limits of a decoding process: so many pixels take it 4 s of computing and 0.7 GB at most.
 MODEST_PIXELS = 25_000_000
 COMPUTING_SECONDS = 9.0
 MEMORY_SETTING = "ANOMALY_DECODER_MEMORY"
@@ -72,11 +72,11 @@ class Decoding:
     bit_depth: int | None = None
 
     def full_scale(self, stored: float) -> float:
-        """The value that means white, where a type or file has `stored` for its highest one."""
+        """The value that means white; `stored` is the highest value of the type or file."""
         return stored if self.bit_depth is None else min(stored, 2.0**self.bit_depth - 1)
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Refuse an image (H0, W0) of more pixels than may be.
+        """Refuse an image (H0, W0) without pixels, or of more than `max_pixels`.
 
         Raises:
             ImageError: `unsupported`.
@@ -90,14 +90,29 @@ class Decoding:
                 f"image.max_pixels allows ({self.max_pixels / 1e6:.1f} million)"
             )
 
+    def unstated_bits(self, brightest: Iterable[float | None]) -> int | None:
+        """Bits of camera data in 16-bit files that use a quarter of their range or less.
+
+        Args:
+            brightest: the highest value of each 16-bit image as a share of full scale; None for
+                other images.
+
+        Returns:
+            The bits; None where more is used, there are no such images, or `bit_depth` is stated.
+        """
+        highest = max((value for value in brightest if value is not None), default=0.0)
+        if self.bit_depth is not None or not 0 < highest < 0.25:
+            return None
+        return round(highest * 65535).bit_length()
+
 
 DEFAULT = Decoding()
 
 
 HEAD_BYTES = 64
 
-# Other kinds of file, by their beginnings.
-_OTHERS = {
+# Kinds of file that can't be read, by the pattern of their first bytes.
+_OTHER_KINDS = {
     rb"GIF8": "a GIF picture",
     rb"II\+\0|MM\0\+": "a BigTIFF picture",
     rb"8BPS": "a Photoshop picture",
@@ -110,19 +125,19 @@ _OTHERS = {
 
 
 def identify(head: bytes) -> Format:
-    """Tell a file's format by its first `HEAD_BYTES` bytes.
+    """The format of a file by its first `HEAD_BYTES` bytes.
 
     Raises:
         ImageError: `unsupported` for other known kinds of file, else `unreadable`.
     """
-    for known in FORMATS:
-        if known.signature.match(head):
-            return known
+    for format_ in FORMATS:
+        if format_.signature.match(head):
+            return format_
     if not head:
         raise damaged("it is empty")
     if not any(head):
         raise damaged("it starts with zeros only, as files do whose writing was interrupted")
-    for signature, kind in _OTHERS.items():
+    for signature, kind in _OTHER_KINDS.items():
         if re.match(signature, head, re.DOTALL):
             remedy = "; convert it to one of these" if kind.endswith("picture") else ""
             raise unsupported(f"it is {kind}, not a {_READABLE} picture{remedy}")
@@ -130,7 +145,7 @@ def identify(head: bytes) -> Format:
 
 
 def suffix_of(file: bytes) -> str:
-    """The usual suffix of a picture, by its content, without the dot; `damaged` for others."""
+    """The usual suffix of an image file by its content, without the dot; `damaged` for others."""
     try:
         return identify(file[:HEAD_BYTES]).name.lower()
     except ImageError:
@@ -173,11 +188,13 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
             where there is one.
     """
     with _naming(source):
-        kind, data = _read_file(source, decoding.max_pixels)
-        header = kind.read(data)
+        header, data = _read_file(source, decoding.max_pixels)
         decoding.check_size(header.size)
         _allow_time(header.size)
-        pixels = turned_upright(header.decode(), header.orientation)
+        pixels = header.decode()
+        if pixels.shape[:2] != header.stored:
+            raise damaged("its pixels are damaged or cut short")
+        pixels = turned_upright(pixels, header.orientation)
         full_scale = decoding.full_scale(header.full_scale)
         check_range(pixels, full_scale)
     sha256 = hashlib.sha256(data).hexdigest()
@@ -185,32 +202,36 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
     return Image(upright, full_scale, header.mode, sha256)
 
 
-def made_of(function: Callable[[Image], Any], decoding: Decoding, source: Path | Image) -> Any:
+def derive(function: Callable[[Image], Any], decoding: Decoding, source: Path | Image) -> Any:
     """Result of a function of an image; None where the image can't be used.
 
     Decoding processes call it: a function of a module that imports torch has each of them import
-    that, too.
+    torch, too.
+
+    Args:
+        function: called with the decoded image.
+        decoding: limits and depth.
+        source: the file, or the image.
     """
     try:
         return function(source if isinstance(source, Image) else read_image(source, decoding))
-    except Exception:  # who learns from it or tests with it says why
+    except Exception:  # the step that learns from the image or scores it says why
         return None
 
 
 def read_header(source: Path | bytes) -> ImageHeader:
-    """Read what a file, or its bytes, say about its picture, without decoding it.
+    """Header of a file, or of its bytes, without decoding the pixels.
 
     Raises:
         ImageError: `unreadable` or `unsupported`; damage inside the pixels may go unnoticed.
     """
     with _naming(source):
-        kind, data = _read_file(source, MAX_PIXELS)
-        return kind.read(data)
+        return _read_file(source, MAX_PIXELS)[0]
 
 
 @contextmanager
 def _naming(source: Path | bytes) -> Iterator[None]:
-    """Errors that name the file, where there is one, also those for want of memory."""
+    """Block whose errors name the file, where there is one; too little memory is one of them."""
     name = "" if isinstance(source, bytes) else f"{source}: "
     try:
         yield
@@ -231,16 +252,16 @@ def read_mask(path: Path) -> NDArray[np.bool_]:
     return np.asarray((read_image(path).pixels > 0).any(axis=2))
 
 
-def _read_file(source: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:
-    """Read a whole file, once its first bytes and its length look like a picture's."""
-    most = _BYTES_BESIDES + _BYTES_A_PIXEL * max_pixels
+def _read_file(source: Path | bytes, max_pixels: int) -> tuple[ImageHeader, bytes]:
+    """Header and bytes of a file, which is read once its first bytes and length are an image's."""
+    most = _BYTES_OF_METADATA + _BYTES_A_PIXEL * max_pixels
     try:
         # Opening a pipe would wait for ever.
         if isinstance(source, Path) and not stat.S_ISREG(source.stat().st_mode):
-            what = "a folder" if source.is_dir() else "a device or pipe"
-            raise damaged(f"it is {what}, not a file")
+            kind = "a folder" if source.is_dir() else "a device or pipe"
+            raise damaged(f"it is {kind}, not a file")
         with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
-            kind = identify(file.read(HEAD_BYTES))
+            format_ = identify(file.read(HEAD_BYTES))
             length = file.seek(0, os.SEEK_END)
             if length > most:
                 raise unsupported(
@@ -249,13 +270,14 @@ def _read_file(source: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:
                     "raise image.max_pixels"
                 )
             file.seek(0)
-            return kind, file.read(length)
+            data = file.read(length)
     except (OSError, ValueError) as error:  # ValueError: a path that holds a null character
         raise damaged(f"it can't be read ({why(error)})") from None
+    return format_.read(data), data
 
 
 def _allow_time(size: tuple[int, int]) -> None:
-    """Let a process whose computing time is limited compute longer for a large image (H0, W0).
+    """Raise the limit of a decoding process's computing time for a large image (H0, W0).
 
     Elsewhere, as with a single image in the program's own process, no timer runs.
     """
@@ -267,13 +289,13 @@ def _allow_time(size: tuple[int, int]) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """True if an error says that there was no memory: Python's, numpy's or OpenCV's."""
+    """True for an error for want of memory: Python's, numpy's or OpenCV's."""
     no_memory = isinstance(error, cv2.error) and error.code == cv2.Error.StsNoMem
     return no_memory or isinstance(error, MemoryError)
 
 
 def out_of_memory() -> str:
-    """The reason to refuse an image that this process has no memory for, and the remedy."""
+    """Reason to refuse an image that this process has no memory for, and the remedy."""
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if limit != resource.RLIM_INFINITY:
         return (
@@ -284,21 +306,8 @@ def out_of_memory() -> str:
     return "there isn't enough memory to decode it"
 
 
-def bits_used(brightest: Iterable[float | None]) -> int | None:
-    """Bits of camera data that lies in 16-bit files and uses a quarter of their range or less.
-
-    Args:
-        brightest: the highest value of each 16-bit image, of full scale; None for others.
-
-    Returns:
-        The bits; None where more is used, or there are no such images.
-    """
-    highest = max((value for value in brightest if value is not None), default=0.0)
-    return round(highest * 65535).bit_length() if 0 < highest < 0.25 else None
-
-
-def say_bits_used(bits: int) -> str:
-    """A warning that 16-bit files hold so many bits of camera data, with the setting for it."""
+def say_unstated_bits(bits: int) -> str:
+    """Warning that 16-bit files hold so many bits of camera data, with the setting for it."""
     return (
         f"no 16-bit image uses more than {bits} bits: if that is what the camera has, say so with "
         f"image.bit_depth={bits}, or they are seen all but black"
@@ -334,22 +343,27 @@ def check_range(pixels: Pixels, full_scale: float) -> None:
 
 
 def turned_upright(pixels: Pixels, orientation: int) -> Pixels:
-    """Turn stored pixels (H, W, 3) so that the picture's top row is the first row."""
+    """Pixels (H, W, 3) turned and mirrored so that the picture's top row is the first row.
+
+    Args:
+        pixels: as stored.
+        orientation: EXIF orientation, 1 to 8.
+    """
     if orientation in (5, 6, 7, 8):
         pixels = np.asarray(cv2.transpose(pixels))
-    # After the transposition above, what is left is a mirroring of rows, columns or both.
+    # Transposed or not, the picture now lacks only a mirroring of rows, columns or both.
     flip = {2: 1, 3: -1, 4: 0, 6: 1, 7: -1, 8: 0}.get(orientation)
     return pixels if flip is None else np.asarray(cv2.flip(pixels, flip))
 
 
 def aspect_error(size: tuple[int, int], aspect: float) -> float:
-    """Difference of (H0, W0) from an aspect H/W, a share: 0.1 where one side is 10 % too long."""
+    """Share by which one side of (H0, W0) is too long for an aspect H/W: 0.1 for 10 %."""
     ratio = size[0] / size[1] / aspect
     return max(ratio, 1 / ratio) - 1
 
 
 def list_images(folder: Path) -> list[Path]:
-    """List the pictures in a folder and its subfolders, sorted by path.
+    """Image files in a folder and its subfolders, sorted by path.
 
     Raises:
         DataError: the folder, or one inside it, can't be listed.
@@ -358,7 +372,7 @@ def list_images(folder: Path) -> list[Path]:
 
 
 def other_files(folder: Path) -> str:
-    """Kinds of files in a folder without pictures, in brackets for a message; empty without files.
+    """Kinds of files in a folder without images, in brackets for a message; empty without files.
 
     Raises:
         DataError: the folder, or one inside it, can't be listed.
@@ -374,7 +388,7 @@ def other_files(folder: Path) -> str:
 
 
 def is_image(path: Path) -> bool:
-    """True if a file's name is a picture's, by its suffix."""
+    """True if a file is an image by its suffix."""
     return path.suffix.lower() in IMAGE_SUFFIXES
 
 
@@ -382,7 +396,7 @@ def is_folder(path: Path) -> bool:
     """True if there is a folder of this name.
 
     Raises:
-        DataError: it can't be looked at: no permission, or a name that is too long.
+        DataError: the folder can't be looked at: no permission, or too long a name.
     """
     try:
         return stat.S_ISDIR(path.stat().st_mode)
@@ -393,14 +407,14 @@ def is_folder(path: Path) -> bool:
 
 
 def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
-    """List the files in a folder and its subfolders, sorted by path.
+    """Files in a folder and its subfolders, sorted by path.
 
-    A system's own files and folders are skipped (`left_by_system`), and so is what this program has
-    written itself. Links are followed, except to a folder that the link lies in.
+    Files of the operating system (`left_by_system`) and outputs of this program are skipped. Links
+    are followed, except to a folder that the link lies in.
 
     Args:
         folder: the folder, which may be a link.
-        tell: log a warning that names outputs of this program which are skipped.
+        tell: log a warning that names the outputs that are skipped.
 
     Raises:
         DataError: the folder, or one inside it, can't be listed.
@@ -414,11 +428,12 @@ def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
             folders.clear()
             continue
         outputs = own_outputs(here, every)
-        # Of a run's files, only pictures could be taken for input; tables and notes aren't named.
+        # Of a run's outputs, only folders and images could be taken for input, so only they are
+        # named in the warning.
         own += [here / name for name in outputs if name in folders or is_image(here / name)]
         kept = {name for name in every if not (name in outputs or left_by_system(name))}
         files += [here / name for name in names if name in kept]
-        # No folder on the way here is looked through again.
+        # A link to a folder above would be walked for ever.
         around = {each.resolve() for each in (here, *here.parents)}
         kept -= {name for name in folders if (here / name).resolve() in around}
         folders[:] = [name for name in folders if name in kept]

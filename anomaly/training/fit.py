@@ -27,7 +27,7 @@ from anomaly.imaging.alignment import Reference, grey_picture, learn
 from anomaly.imaging.geometry import counted, patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_of, size_of
 from anomaly.imaging.pool import Decoders, read_all, rest
-from anomaly.imaging.read import Decoding, Image, bits_used, made_of, say_bits_used
+from anomaly.imaging.read import Decoding, Image, derive, say_unstated_bits
 from anomaly.methods.base import Fitter, Fold
 from anomaly.runtime import Progress, StageProgress
 from anomaly.scoring.build import (
@@ -151,7 +151,7 @@ def reference_of(config: Config, samples: Sequence[Sample]) -> Reference | None:
     if image.align == "none":
         return None
     samples = samples[:: max(1, -(-len(samples) // _POSE_IMAGES))]
-    read = partial(made_of, grey_picture, decoding_of(image))
+    read = partial(derive, grey_picture, decoding_of(image))
     pictures = list(read_all(read, [sample.source for sample in samples]))
     usable = [i for i, picture in enumerate(pictures) if isinstance(picture, np.ndarray)]
     reference, middle = learn([pictures[i] for i in usable], rigid=image.align == "rigid")
@@ -427,7 +427,7 @@ def _check_labels(
     """
     pictures = features.pictures()
     good = {pictures[i]: samples[i] for i in sorted(pictures, reverse=True)}
-    read = partial(made_of, picture_of, decoding)
+    read = partial(derive, picture_of, decoding)
     shown = read_all(read, [sample.source for sample in defects])
     for defect, picture in zip(defects, shown, strict=True):
         same = good.get(picture) if isinstance(picture, str) else None
@@ -512,9 +512,9 @@ def train(
     with compute(setup, images, scratch, computed) as features:
         _check_labels(features, samples, defects, setup.loading.decoding)
         rest()  # ends the decoding processes: the scorer needs their memory
-        bits = bits_used(facts.look.brightest for facts in features.facts.values())
-        if bits is not None and config.image.bit_depth is None:
-            log.warning("%s", say_bits_used(bits))
+        brightest = (facts.look.brightest for facts in features.facts.values())
+        if bits := setup.loading.decoding.unstated_bits(brightest):
+            log.warning("%s", say_unstated_bits(bits))
         stages.end("features")
         fit = _fit(setup, features, samples, stages, calibrate=calibrate)
     hashes = {samples[i].name: features.facts[i].sha256 for i in fit.images}

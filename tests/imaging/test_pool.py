@@ -78,7 +78,7 @@ def test_the_same_as_here_in_order(
     there = list(decoders.load_all(enumerate(paths)))
     assert [item.index for item in there] == list(range(12))
     for i, item in enumerate(there):
-        here = load(i, paths[i], decoders._task.loading)
+        here = load(i, paths[i], decoders.loading)
         if isinstance(here, UnusableImage):
             assert item == here
             continue
@@ -120,7 +120,7 @@ def test_images_that_are_not_kept_are_read_again(
 ) -> None:
     for kept in (1 << 28, 0):
         monkeypatch.setattr(pool, "_KEPT_BYTES", kept)
-        worker, task = pool.Worker(), _decoders(folder)._task
+        worker, task = pool.Worker(), _decoders(folder)
         paths = [folder / f"{kept} {i}.png" for i in range(2)]
         for path in paths:
             path.write_bytes((folder / "00.png").read_bytes())
@@ -136,7 +136,7 @@ def test_tiles_are_the_same_as_here(folder: Path) -> None:
     decoders = _decoders(folder, tile=64, overlap=8)
     path = folder / "00.png"
     there = decoders.load(path)
-    here = load(0, path, decoders._task.loading)
+    here = load(0, path, decoders.loading)
     assert isinstance(there, NetworkInput)
     assert isinstance(here, NetworkInput)
     assert not there.view.whole
