@@ -124,7 +124,7 @@ def _prepare(
         settings: the defaults, with the name and each --set.
         config: the YAML file to write.
     """
-    taken = recognise(options.folder, options.format)
+    taken = recognise(options.folder, options.format, input if is_interactive() else None)
     check_run_folder(options.output)
     claim(options.output, ("model",), overwrite=options.overwrite)
     if config.exists() and not options.overwrite:  # somebody may have changed it
@@ -135,6 +135,10 @@ def _prepare(
         )
     log.info(f"{options.folder} is read as --format {taken.layout}: {taken.reason}")
     listing = options.output.absolute() / "images.csv"
+    if taken.listing:
+        write(listing, taken.listing)
+        log.info(f"they are listed in {listing}")
+        taken = replace(taken, root=listing, listing="")
     network, why = _network(options.overrides)
     if network is not None:
         log.info(f"the network is {network}: {why}")

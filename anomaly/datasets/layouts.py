@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from anomaly.datasets.inputs import open_list, open_visa
+from anomaly.datasets.inputs import listing_of, open_list, open_visa
 from anomaly.datasets.names import (
     CLEAR,
     Label,
@@ -149,7 +149,9 @@ def _split_within(inner: Path) -> str:
     return split_of(inner.parts[0]) if inner.parts else ""
 
 
-def open_by_names(folder: Path, *, published: bool = False) -> Dataset:
+def open_by_names(
+    folder: Path, labels: Mapping[Path, Label] | None = None, *, published: bool = False
+) -> Dataset:
     """Images by the names of their folders, in these of splits (`train/good`) and without.
 
     Masks have the same names as their images below a folder of masks, which may be any folder on
@@ -157,16 +159,17 @@ def open_by_names(folder: Path, *, published: bool = False) -> Dataset:
 
     Args:
         folder: its own name doesn't count.
+        labels: labels by folder, from `labels_in` or from somebody who knows; None for the former.
         published: True if the folder is laid out as MVTec AD, see `labels_in`.
 
     Raises:
         DataError: a folder's name doesn't tell, there are no good images, or the names of files or
             texts beside them contradict their folder's.
     """
-    labels = labels_in(folder, published=published)
-    if unclear := _undecided_in(labels):
-        raise undecided(folder, unclear)
+    labels = labels or labels_in(folder, published=published)
     masks = sorted({mask for inner in labels for mask in _masks_in(inner)})
+    if unclear := [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]:
+        raise undecided(folder, [_say_folder(inner) for inner in unclear])
     files = list_images(folder)
     finder, samples = Masks(files), list[tuple[str, Sample]]()
     for path in without_masks(files):
@@ -230,19 +233,25 @@ class Recognised:
         layout: a key of `FORMATS`.
         root: the folder of images, or the list of them.
         reason: the sign that it was recognised by, for people.
+        listing: the lines of a list that has to be written for it; empty where none has.
     """
 
     layout: str
     root: Path
     reason: str
+    listing: str = ""
 
 
-def recognise(place: Path, layout: str | None = None) -> Recognised:
+def recognise(
+    place: Path, layout: str | None = None, ask: Callable[[str], str] | None = None
+) -> Recognised:
     """The layout that a folder, or a list of images, is read as.
 
     Args:
         place: the folder or list, as a user named it.
         layout: the layout that a user chose; None recognises it.
+        ask: shows a question on unclear folders and returns the answer, or raises EOFError; None
+            where there is no one to ask.
 
     Raises:
         DataError: it doesn't exist, holds several data sets or no images, has several layouts, or
@@ -265,7 +274,7 @@ def recognise(place: Path, layout: str | None = None) -> Recognised:
     _check_whole(place)
     labels = labels_in(place)
     if {*labels.values()} - {Label.UNKNOWN, Label.ASIDE}:
-        return _own_names(place, labels)
+        return _own_names(place, labels, ask)
     if labels:
         return Recognised("folder", place, "a folder of images")
     lists = [file for file in files_in(place) if file.suffix == LIST_SUFFIX]
@@ -300,27 +309,51 @@ def _check_whole(place: Path) -> None:
         )
 
 
-def _own_names(place: Path, labels: Mapping[Path, Label]) -> Recognised:
-    """The layout of folders of which some have names that say what they hold.
-
-    Raises:
-        DataError: other names don't tell.
-    """
-    if unclear := _undecided_in(labels):
-        if _is_whole(place) and not _undecided_in(labels_in(place, published=True)):
-            return Recognised("mvtec", place, "good images in train, kinds of defects in test")
-        raise undecided(place, unclear)
-    good = [inner for inner, label in labels.items() if label is Label.GOOD]
-    defective = [inner for inner, label in labels.items() if label is Label.DEFECTIVE]
+def _own_names(
+    place: Path, labels: Mapping[Path, Label], ask: Callable[[str], str] | None
+) -> Recognised:
+    """Folders of which some have names that say what they hold."""
+    unclear = [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]
+    published = {*labels_in(place, published=True).values()} if unclear else set()
+    if unclear and _is_whole(place) and published <= {*CLEAR, Label.ASIDE}:
+        return Recognised("mvtec", place, "good images in train, kinds of defects in test")
+    known = {**labels, **(_answers(place, labels, unclear, ask) if ask else {})}
+    good = [inner for inner, label in known.items() if label is Label.GOOD]
+    defective = [inner for inner, label in known.items() if label is Label.DEFECTIVE]
     reason = f"good images in {some([*map(_say_folder, good)], most=8)}"
     if defective:
         reason += f", others in {some([*map(_say_folder, defective)], most=8)}"
+    if unclear:
+        return Recognised("csv", place, reason, listing_of(open_by_names(place, known)))
     tops = {inner.parts[0] for inner in good}
     if not defective and Label.ASIDE not in labels.values() and not any(map(split_of, tops)):
         return Recognised("folder", place / tops.pop() if len(tops) == 1 else place, reason)
     return Recognised("good_defect", place, reason)
 
 
-def _undecided_in(labels: Mapping[Path, Label]) -> list[str]:
-    """Folders, for people, whose names don't tell good from defective."""
-    return [_say_folder(i) for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]
+def _answers(
+    place: Path, labels: Mapping[Path, Label], unclear: Sequence[Path], ask: Callable[[str], str]
+) -> dict[Path, Label]:
+    """Labels of unclear folders by a person, who is asked once for each that holds no clear one."""
+    known = {p for i in labels.keys() - {*unclear} for p in (i, *i.parents)}
+    tops = {i: next((p for p in (*reversed(i.parents), i) if p not in known), i) for i in unclear}
+    answers = {top: _answer(place / top, ask) for top in dict.fromkeys(tops.values())}
+    return {inner: answers[top] for inner, top in tops.items()}
+
+
+def _answer(folder: Path, ask: Callable[[str], str]) -> Label:
+    """Label of a folder by a person."""
+    answers = {"good": Label.GOOD, "defective": Label.DEFECTIVE, "out": Label.ASIDE}
+    try:
+        answer = ask(
+            f"Are the images in {folder} good or defective, or to be left out? "
+            f"[{'/'.join(answers)}] "
+        )
+    except EOFError:  # Ctrl-D
+        answer = ""
+    for name, label in answers.items():
+        if answer.strip() and name.startswith(answer.strip().lower()):
+            return label
+    raise DataError(
+        f"{folder}: {answer!r} doesn't say whether its images are good; nothing was done"
+    )

@@ -25,6 +25,7 @@ from anomaly.imaging.read import (
     is_image,
     list_images,
     other_files,
+    read_header,
     read_mask,
 )
 
@@ -35,6 +36,7 @@ SPLITS = ("train", "validation", "test")
 _TEST_SHARE = 5  # one good image in five
 # A mask that marks as much of its image is inverted, or has a background that isn't 0.
 _NEARLY_ALL = 0.98
+_UPRIGHT, _SIDEWAYS = 1, 5  # EXIF orientations; from 5 on the sides are swapped
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,27 @@ def ground_truth(sample: Sample, size: tuple[int, int]) -> NDArray[np.bool_]:
             "mask_on_good",
         )
     return whole
+
+
+def maybe_turned(sample: Sample, image: Image) -> str:
+    """A warning that a mask may not be upright as its image is; empty where it surely is.
+
+    Args:
+        sample: its mask, if it has one, can be read and has the size of its image.
+        image: its image.
+    """
+    height, width = image.size
+    # Where the sides are swapped, a mask that isn't upright has another size.
+    size_tells = image.orientation >= _SIDEWAYS and height != width
+    if sample.mask_path is None or image.orientation == _UPRIGHT or size_tells:
+        return ""
+    if any(read_header(file).orientation != _UPRIGHT for file in _mask_files(sample.mask_path)):
+        return ""
+    return (
+        f"{sample.path} is turned by its EXIF orientation ({image.orientation}), but its mask "
+        f"{sample.mask_path} isn't; draw the mask on the image as a viewer shows it, or it will "
+        "mark the wrong place"
+    )
 
 
 def _mask_files(mask: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from anomaly.datasets.samples import (
     contradiction,
     frames,
     ground_truth,
+    maybe_turned,
     near_copies,
     none_usable,
     strays,
@@ -65,7 +66,7 @@ class Severity(StrEnum):
 
 # Kinds of fault by severity; all other kinds are unusable files.
 _WRONG = {"leak", "two_labels", "too_few_images", "mask_size", "mask_inverted", "mask_on_good"}
-_NOTES = {"duplicate", "near_copies", "no_masks", "bit_depth"}
+_NOTES = {"duplicate", "near_copies", "no_masks", "mask_maybe_turned", "bit_depth"}
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,8 @@ def _mask_faults(sample: Sample, image: Image) -> Iterator[Fault]:
     if sample.is_defect and not marked:
         detail = f"{sample.mask_path} marks no defect, but {sample.path} is labelled as a defect"
         yield Fault("mask_empty", detail)
+    if doubt := maybe_turned(sample, image):
+        yield Fault("mask_maybe_turned", doubt)
 
 
 def _missing_masks(images: Sequence[_CheckedImage]) -> Iterator[Fault]:

@@ -20,6 +20,7 @@ from anomaly.datasets.samples import (
     Sample,
     contradiction,
     ground_truth,
+    maybe_turned,
     strays,
 )
 from anomaly.errors import DataError, ImageError, some
@@ -145,6 +146,8 @@ def score_test_split(
             scored[result.index] = replace(Scored.of(sample, result), width=width)
             if mask is not None:
                 pixels.update(result.anomaly_map, mask)
+                if doubt := maybe_turned(sample, result.image):
+                    log.warning("%s", doubt)
             visit(result, mask)
         progress(len(scored), len(samples))
     rows = tuple(scored[i] for i in range(len(samples)))

@@ -163,12 +163,14 @@ class Image:
         mode: colour kind and bits a sample as stored: "grey8", "rgb16", "palette8", "rgba8",
             "greyfloat32".
         sha256: hex digest of the file's bytes; of the pixels where there is no file.
+        orientation: EXIF orientation by which the stored pixels were turned, 1 to 8; 1 is upright.
     """
 
     pixels: Pixels
     full_scale: float
     mode: str
     sha256: str
+    orientation: int = 1
 
     @property
     def size(self) -> tuple[int, int]:
@@ -199,7 +201,7 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
         check_range(pixels, full_scale)
     sha256 = hashlib.sha256(data).hexdigest()
     upright = np.ascontiguousarray(pixels)
-    return Image(upright, full_scale, header.mode, sha256)
+    return Image(upright, full_scale, header.mode, sha256, header.orientation)
 
 
 def derive(function: Callable[[Image], Any], decoding: Decoding, source: Path | Image) -> Any:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from kit import touch
 
-from anomaly.datasets.inputs import listing_of
 from anomaly.datasets.layouts import open_dataset, recognise
 from anomaly.desk.check import DataReport, SplitSummary, advice
 from anomaly.errors import DataError
@@ -39,7 +38,7 @@ def test_names_of_ones_own(tmp_path: Path) -> None:
     for number, (folders, good, kinds) in enumerate(OWN_NAMES):
         root = _images(tmp_path / str(number), folders)
         found = recognise(root)
-        assert (found.layout, found.root) == ("good_defect", root)
+        assert (found.layout, found.root, found.listing) == ("good_defect", root, "")
         dataset = open_dataset(found.layout, root)
         assert {sample.path.parent.name for sample in dataset.train} == {good}
         if any(len(Path(name).parts) > 1 and good in name for name in folders):  # in their split
@@ -87,13 +86,14 @@ def test_masks_are_found_from_the_folder_around_them(tmp_path: Path) -> None:
 
 
 def test_names_that_are_no_text_stay_in_the_list(tmp_path: Path) -> None:
-    root = _images(tmp_path / "part", ["OK", "NG"])
+    root = _images(tmp_path / "part", ["OK", "NG", "July"])
     name = os.fsdecode(b"K\xfchler.png")  # Windows-1252
     try:
         (root / "OK" / name).write_bytes(b"")
     except OSError:
         pytest.skip("names are text here")
-    write(tmp_path / "images.csv", listing_of(open_dataset("good_defect", root)))
+    found = recognise(root, ask=lambda question: "good")
+    write(tmp_path / "images.csv", found.listing)
     train = open_dataset("csv", tmp_path / "images.csv")
     samples = [*train.train, *train.test]
     assert all(sample.path.exists() for sample in samples)

@@ -207,6 +207,22 @@ def _frames_in(dataset: Dataset) -> list[set[str]]:
     return [*found.values()]
 
 
+def test_a_mask_that_may_be_turned_is_told(
+    run_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_product(tmp_path / "disc", n_train=2)
+    _turn(folder / "test/spot/001.png", 3)
+    _turn(folder / "test/spot/002.png", 6)  # the size says that its mask is upright
+    dataset = open_dataset("mvtec", folder)
+    (fault,) = _faults(dataset, "mask_maybe_turned")
+    assert fault.severity is Severity.NOTE
+    assert "test/spot/001.png is turned" in fault.detail
+    score_test_split(load_model(run_folder, torch.device("cpu")), dataset.test)
+    assert caplog.text.count(fault.detail) == 1
+    _turn(_mask_of(folder), 3)
+    assert not _faults(dataset, "mask_maybe_turned")
+
+
 NAMES = "{}_mask {}-mask {}_label {}_gt {}_seg {}_ground_truth {} mask_{} gt-{} Label.{}"
 
 

@@ -93,6 +93,22 @@ def test_defects_that_pass_are_said_with_what_to_try(
     assert f"in evaluation, {missed[1]} of 8 defects passed as good" in said
 
 
+def test_it_asks_what_it_cannot_tell(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, count, mark in (("OK", 8, None), ("July", 3, (30, 40))):
+        for i in range(count):
+            write_part(tmp_path / "part" / folder / f"{i}.png", seed=100 + i, mark=mark)
+    assert "July. Rename them (`good …`, `defect …`)" in start(2, tmp_path / "part")
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "d")
+    assert "1 good, 3 defective" in start(0, tmp_path / "part")
+    (question,) = asked
+    assert "July" in question
+
+
 def test_strips_are_seen_in_tiles(start: Start, tmp_path: Path) -> None:
     (tmp_path / "strips").mkdir()
     for i in range(3):
