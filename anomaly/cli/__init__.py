@@ -173,6 +173,7 @@ def _check_options(command: str, arguments: Sequence[str]) -> None:
         if name.startswith("--") and not any(option.startswith(name) for option in known):
             hint = nearest(name, known)
             print(f"error: anomaly {command} has no option {name}; {hint}", file=sys.stderr)
+            print(f"example: anomaly {COMMANDS[command].examples[0]}", file=sys.stderr)
             raise SystemExit(2)
 
 

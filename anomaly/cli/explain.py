@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from anomaly.config.schema import METHODS
 from anomaly.desk.golden import keep_missed
-from anomaly.errors import AnomalyError, ConfigError, DataError
+from anomaly.errors import AnomalyError, ConfigError, DataError, some
 from anomaly.explain.page import PAGE, claim_folder, next_steps
 from anomaly.files.tables import text_table
 from anomaly.files.writing import locked, short_name
@@ -51,8 +51,9 @@ def _explain(options: argparse.Namespace) -> int:
         reason = f": {facts['reason']}" if facts["reason"] else ""
         print(f"{facts['verdict']}, score {facts['image_score']:.4g}{reason}")
     print(f"{', '.join(facts['pictures'])} and explanation.json in {output}")
-    for note in why.notes:
-        log.info(f"not shown: {note}")
+    if why.missing:
+        missing = some(why.missing)
+        log.info(f"not found or changed: {missing}; name their folder with --good")
     print(f"Look at {output / PAGE}")
     if options.keep:
         _keep(options.model, options.image, facts["verdict"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,7 +34,6 @@ from anomaly.evaluation.metrics import (
     image_metrics,
     metrics_by_type,
 )
-from anomaly.files.writing import sha256_of
 from anomaly.imaging.loading import UnusableImage, picture_of
 from anomaly.imaging.pool import read_one
 from anomaly.runtime import Progress
@@ -302,26 +302,18 @@ class TrainingImages:
         renamed: Sequence[Sample] = (),
     ) -> None:
         self._hashes, self._renamed = hashes, renamed
-        self._by_name: dict[str, list[Sample]] = {}
+        self._by_name = defaultdict[str, list[Sample]](list)
         for sample in samples:
-            self._by_name.setdefault(sample.name, []).append(sample)
+            self._by_name[sample.name].append(sample)
 
-    def find(self, name: str) -> Sample | str:
-        """The training image of a name in the manifest, or the reason why it isn't there."""
-        reason = "not found"
+    def find(self, name: str) -> Sample | None:
+        """The training image of a name in the manifest; None where no file has its content."""
+        sha256, parts = self._hashes[name], PurePosixPath(name).parts
         # a/b/c.png, b/c.png, c.png: a folder given may be any part of the former one.
-        parts = PurePosixPath(name).parts
-        ends = [PurePosixPath(*parts[i:]).as_posix() for i in range(len(parts))]
-        for sample in (sample for end in ends for sample in self._by_name.get(end, ())):
-            try:
-                if sha256_of(sample.path) == self._hashes[name]:
-                    return sample
-                reason = "changed since training"
-            except FileNotFoundError:
-                continue
-            except OSError:
-                reason = "can't be read"
-        return self._by_content.get(self._hashes[name], reason)
+        ends = (PurePosixPath(*parts[i:]).as_posix() for i in range(len(parts)))
+        candidates = (sample for end in ends for sample in self._by_name[end])
+        same = (sample for sample in candidates if sample.sha256 == sha256)
+        return next(same, None) or self._by_content.get(sha256)
 
     @cached_property
     def _by_content(self) -> dict[str, Sample]:

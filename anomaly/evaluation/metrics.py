@@ -15,8 +15,6 @@ import cv2
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from anomaly.errors import DataError
-
 Floats = NDArray[np.float64]
 
 NO_GOOD = "no good images"
@@ -126,11 +124,8 @@ def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
         `image_auroc`, `image_ap`, `image_f1_max`, `recall_at_frr_0.01` and `recall_at_frr_0.05`,
         each in [0, 1]. All are undefined without good images: precision would be 1 whatever the
         scores.
-
-    Raises:
-        ValueError: shapes differ, or a score isn't finite.
     """
-    values, defective = _checked(scores, labels)
+    values, defective = _arrays(scores, labels)
     if not defective.any():
         return Metrics.undefined(_IMAGE_NAMES, NO_DEFECTS)
     if defective.all():
@@ -152,11 +147,8 @@ def metrics_by_type(
 
     Returns:
         By type, in order of first appearance: `image_auroc` and the recalls at false-reject rates.
-
-    Raises:
-        ValueError: shapes differ, or a score isn't finite.
     """
-    values, defective = _checked(scores, labels)
+    values, defective = _arrays(scores, labels)
     named = np.array(types, object)
     of_types = {name: ~defective | (named == name) for name in dict.fromkeys(named[defective])}
     return {
@@ -189,11 +181,8 @@ def image_intervals(
         (low, high) of `image_auroc`, `image_ap`, `image_f1_max` and the recalls at false-reject
         rates; None without good or without defective images. Those of AP and F1 are for as many
         good and defective parts to come as are in the data.
-
-    Raises:
-        ValueError: shapes differ, or a score isn't finite.
     """
-    values, defective = _checked(scores, labels)
+    values, defective = _arrays(scores, labels)
     if not defective.any() or defective.all():
         return dict.fromkeys(_IMAGE_NAMES)
     distinct, group = np.unique(values, return_inverse=True)
@@ -262,19 +251,9 @@ def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floa
     return pieces[:, :-1], pieces[:, -1:]
 
 
-def _checked(scores: ArrayLike, labels: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
-    """Scores and labels as arrays (n,).
-
-    Raises:
-        ValueError: shapes differ, or a score isn't finite.
-    """
-    values = np.asarray(scores, np.float64)
-    defective: NDArray[np.bool_] = np.asarray(labels, dtype=bool)
-    if values.ndim != 1 or values.shape != defective.shape:
-        raise ValueError(f"scores {values.shape} and labels {defective.shape} must be (n,) both")
-    if not np.isfinite(values).all():
-        raise ValueError("every image score must be finite")
-    return values, defective
+def _arrays(scores: ArrayLike, labels: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
+    """Scores and labels as arrays (n,)."""
+    return np.asarray(scores, np.float64), np.asarray(labels, bool)
 
 
 @dataclass(frozen=True)
@@ -455,19 +434,8 @@ class PixelAccumulator:
             anomaly_map: (H, W), compared as float32; NaN where nothing was inspected, which
                 leaves the pixel out of every metric but `lost_defect_share`.
             mask: (H, W) bool, True on defects.
-
-        Raises:
-            DataError: the mask and the map differ in size.
-            ValueError: a score is infinite.
         """
         scores, defect = np.asarray(anomaly_map, dtype=np.float32), np.asarray(mask, dtype=bool)
-        if scores.shape != defect.shape or scores.ndim != 2:
-            raise DataError(
-                f"a mask of {defect.shape} (height, width) doesn't fit its image of "
-                f"{scores.shape}: masks must have the size of the original image"
-            )
-        if np.isinf(scores).any():
-            raise ValueError("an anomaly map holds an infinite score")
         self._images += 1
         seen = ~np.isnan(scores)
         self._scores.add(scores[seen & ~defect], {_GOOD: None})

@@ -85,14 +85,7 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
         folder = folder.parent  # the run, as people name it
     model = {"name": detector.name, "model id": detector.model_id, "folder": str(folder or "")}
     regions = region_rows(prediction.name, flaws, detector.config.image.mm_per_pixel)
-    notes = []
-    if missing := training.missing():
-        name, reason = next(iter(missing.items()))
-        notes.append(
-            f"{len(missing)} training images ({name}: {reason}); name their folder with --good "
-            "(good=)"
-        )
-    return Explanation(prediction, model, pictures, regions, facts, crops, notes)
+    return Explanation(prediction, model, pictures, regions, facts, crops, training.missing())
 
 
 def _pictures(detector: Model, prediction: Prediction, worst: NetworkInput) -> dict[str, RgbImage]:
@@ -188,12 +181,11 @@ def patch_crop(picture: RgbImage, box: Box, size: int = _CROP) -> RgbImage:
     return np.asarray(cv2.rectangle(result, first, last, MARK, 1), np.uint8)
 
 
-def absent(text: str) -> RgbImage:
-    """A grey tile, as large as a crop, with the reason for a missing picture, a word a line."""
+def _not_found() -> RgbImage:
+    """A grey tile as large as a crop, in place of a training image that isn't there any more."""
     tile = np.full((_CROP, _CROP, 3), 225, np.uint8)
-    words = saliency.stacked([saliency.text_line(word, _CROP) for word in text.split()])
-    top = (_CROP - len(words)) // 2
-    tile[top : top + len(words)] = np.minimum(words, tile[0])
+    words = saliency.text_line("not found", _CROP)
+    tile[_CROP // 2 :][: len(words)] = np.minimum(words, 225)
     return tile
 
 
@@ -328,7 +320,7 @@ class GoodImages:
     def __init__(self, detector: Model, files: TrainingImages) -> None:
         self._detector = detector
         self._names, self._files = training_names(detector.manifest), files
-        self._loaded: dict[str, NetworkInput | str] = {}  # by name: the image, or why it's missing
+        self._loaded: dict[str, NetworkInput | None] = {}  # by name; None for one not found
         self._grid_of = cache(detector.embedder.grid)
 
     def nearest(
@@ -365,10 +357,10 @@ class GoodImages:
         ]
 
     def crop(self, patch: GoodPatch) -> RgbImage:
-        """The patch in its surroundings (H, W, 3), or a grey tile with the reason for none."""
+        """The patch in its surroundings (H, W, 3), or a grey tile where its image is missing."""
         item = self._image(patch.image)
-        if isinstance(item, str):
-            return absent(item)
+        if item is None:
+            return _not_found()
         box = patch_box(item.view, self._grid(item), patch.row, patch.column)
         return patch_crop(display(item.decoded), box)
 
@@ -381,7 +373,7 @@ class GoodImages:
             column: column from the bank's origin.
         """
         turn, row = turn_of(row)
-        if not turn or isinstance(item := self._image(self._names[image]), str):
+        if not turn or (item := self._image(self._names[image])) is None:
             return row, column
         rows, columns = item.view.axes
         return upright(turn, (row, column), self._grid(item), (len(rows), len(columns)))
@@ -389,7 +381,7 @@ class GoodImages:
     def _same_place(self, item: NetworkInput, patch: tuple[int, int], name: str) -> tuple[int, int]:
         """The place of an image's patch in the patch grid, maybe another, of a training image."""
         good = self._image(name)
-        if isinstance(good, str):
+        if good is None:
             return patch
         # The patch of the other grid in which the middle of this one lies, in whole numbers.
         row, column = (
@@ -398,19 +390,18 @@ class GoodImages:
         )
         return row, column
 
-    def missing(self) -> dict[str, str]:
-        """Names of training images that couldn't be shown, with the reasons."""
-        return {name: item for name, item in self._loaded.items() if isinstance(item, str)}
+    def missing(self) -> list[str]:
+        """Names of training images that couldn't be shown."""
+        return [name for name, item in self._loaded.items() if item is None]
 
-    def _image(self, name: str) -> NetworkInput | str:
-        """A training image in its part's coordinates, or the reason why it can't be shown."""
+    def _image(self, name: str) -> NetworkInput | None:
+        """A training image in its part's coordinates; None where no file is that image."""
         if name not in self._loaded:
-            item: Sample | NetworkInput | UnusableImage | str = self._files.find(name)
-            if isinstance(item, Sample):
-                item = Decoders(self._detector.loading, keep_image=True).load(item.path)
-            if isinstance(item, UnusableImage):
-                item = "can't be read"
-            self._loaded[name] = item if isinstance(item, str) else item.in_part()
+            self._loaded[name] = None
+            if sample := self._files.find(name):
+                item = Decoders(self._detector.loading, keep_image=True).load(sample.path)
+                if isinstance(item, NetworkInput):
+                    self._loaded[name] = item.in_part()
         return self._loaded[name]
 
     def _embedding(self, item: NetworkInput, patch: tuple[int, int]) -> Tensor:

@@ -42,7 +42,7 @@ class Explanation:
         regions: marked regions, as in regions.csv.
         patches: for each worst patch its place, score, region, and the good patches beside it.
         crops: for each worst patch its picture (150, 150, 3), then those of the good patches.
-        notes: training images that couldn't be shown, with the reason.
+        missing: names of training images that couldn't be shown: moved or changed since training.
     """
 
     prediction: Prediction
@@ -51,7 +51,7 @@ class Explanation:
     regions: list[RegionRow]
     patches: list[dict[str, Any]]
     crops: list[list[RgbImage]]
-    notes: list[str]
+    missing: list[str]
 
     def __repr__(self) -> str:
         return f"<Explanation of {self.prediction!r}: {', '.join(self.pictures)}>"
@@ -108,7 +108,7 @@ class Explanation:
             "regions": list(map(asdict, self.regions)),
             "patches": self.patches,
             "pictures": [f"{name}.png" for name in self.pictures],
-            "not_shown": self.notes,
+            "not_shown": self.missing,
         }
 
 

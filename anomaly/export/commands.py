@@ -190,7 +190,7 @@ def golden_images(model: Model, folder: Path, given: Path | None) -> list[Path]:
         hashes = model.manifest["training_images"]
         training_images = TrainingImages(hashes, dataset_of(model).samples)
         for name in draw.sample(sorted(hashes), len(hashes)):
-            if isinstance(sample := training_images.find(name), Sample):
+            if sample := training_images.find(name):
                 present.append(sample.path)
             if len(present) == _GOLDEN_COUNT:
                 break

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 import yaml
-from safetensors.numpy import save_file as save_numpy
 
 from anomaly.backbones.engine import ExportedNetwork, Graph
 from anomaly.config.load import parse_config, parse_yaml
@@ -264,15 +263,15 @@ def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
         ModelError: the model is an exported one.
     """
     claim_model(folder, overwrite=overwrite)
-    network = detector.extractor.network
     with appearing(folder) as draft:
-        _save_tensors(network.state_dict(), draft / BACKBONE)
+        _save_tensors(detector.extractor.network.state_dict(), draft / BACKBONE)
         _save_tensors(detector.scorer.tensors(), draft / SCORER)
-        parts = (detector.training_statistics, STATISTICS), (detector.reference, REFERENCE)
-        for part, name in parts:
+        for part, name in (
+            (detector.training_statistics, STATISTICS),
+            (detector.reference, REFERENCE),
+        ):
             if part is not None:
-                save_numpy(part.tensors(), draft / name)
-                share(draft / name)
+                _save_tensors(part.tensors(), draft / name)
         for name, picture in _pictures(detector.region).items():
             (draft / name).write_bytes(picture)
         settings = yaml.safe_dump(to_dict(detector.config), sort_keys=False)
@@ -289,9 +288,10 @@ def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
 
 
 def _save_tensors(tensors: Mapping[str, Any], file: Path) -> None:
+    import torch
     from safetensors.torch import save_file
 
-    save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, file)
+    save_file({k: torch.as_tensor(v).cpu().contiguous() for k, v in tensors.items()}, file)
     share(file)
 
 

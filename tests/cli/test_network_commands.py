@@ -150,7 +150,7 @@ def test_explain_says_what_it_cannot_show(
         arguments = [image, "--model", model, "--good", good]
         output = tmp_path / f"why {model.name}"
         code, out, _ = command("explain", [*arguments, "--output", output])
-        assert (code, "not found); name their folder with --good" in out) == (0, lacks), out
+        assert (code, "; name their folder with --good" in out) == (0, lacks), out
         assert (output / "explanation.html").is_file()
     facts = json.loads((tmp_path / "why free" / "explanation.json").read_text())
     assert facts["patches"][0]["compared_with"][0]["distance"] is None
