@@ -266,10 +266,8 @@ def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
     with appearing(folder) as draft:
         _save_tensors(detector.extractor.network.state_dict(), draft / BACKBONE)
         _save_tensors(detector.scorer.tensors(), draft / SCORER)
-        for part, name in (
-            (detector.training_statistics, STATISTICS),
-            (detector.reference, REFERENCE),
-        ):
+        optional = {STATISTICS: detector.training_statistics, REFERENCE: detector.reference}
+        for name, part in optional.items():
             if part is not None:
                 _save_tensors(part.tensors(), draft / name)
         for name, picture in _pictures(detector.region).items():
