@@ -57,7 +57,7 @@ def test_undefined_metrics_have_reasons():
 
 def test_unusable_arrays_are_refused():
     for scores, labels in (([1, math.nan], [1, 0]), ([1, math.inf], [1, 0]), ([1], [1, 0])):
-        with pytest.raises(ValueError, match="NaN|infinity|inconsistent"):
+        with pytest.raises(ValueError, match=r"NaN|infinity|inconsistent"):
             image_metrics(scores, labels)
 
 
