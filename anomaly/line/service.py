@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -37,10 +36,10 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_RECENT = 120  # recent parts whose small heatmap is in memory
-_RECENT_BYTES = 64_000_000  # limit for files of the newest good parts in memory
+_RECENT = 120  # newest parts whose heatmaps are in memory: twice as many as the page shows
+_RECENT_BYTES = 64_000_000  # limit for image files of the newest good parts in memory
 _STOPPING = "the service is stopping"
-# By kind of alarm; clients without a token read it, so it names no paths.
+# Reasons by kind of alarm. Clients without a token read them, so they name no paths.
 _NOT_READY = {
     "stopping": _STOPPING,
     "unwritable": "parts can't be recorded",
@@ -48,15 +47,15 @@ _NOT_READY = {
     "loading": "{model} is still being loaded",
 }
 
-# Beginnings of a form, of JSON, of an address that holds the data, of a PNG or JPEG as base64.
+# How bodies begin that are a form, JSON, a data address, or a PNG or JPEG as base64.
 _TEXT = (b"--", b"{", b"[", b'"', b"data:", b"iVBOR", b"/9j/")
-_START = 64
+_START = 64  # bytes in which white space before that is passed over
 _IS_TEXT = (
     "the body is a form or text (JSON or base64), not an image file; send the file as it is: "
     "curl --data-binary @part.png"
 )
-_ANSWER_SECONDS = 60.0
-_LONGEST_NAME = 255
+_ANSWER_SECONDS = 60.0  # until a client gets 504
+_LONGEST_NAME = 255  # characters
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 _Include = Literal["heatmap", "mask", "regions"]
@@ -69,8 +68,8 @@ class InspectionService:
 
     Args:
         folders: the models' folders by name.
-        record: of all results; closed at the end.
-        device: that the networks run on.
+        record: takes all results; closed at the end.
+        device: the device that the networks run on.
         sinks: receivers of all results.
 
     Attributes:
@@ -87,7 +86,7 @@ class InspectionService:
         sinks: Sequence[Sink] = (),
     ) -> None:
         self.held = 0
-        self.news = round(1000 * time.time())  # another one after a restart
+        self.news = round(1000 * time.time())  # higher than before a restart
         self.record = record
         self.outboxes = [Outbox(self.record, sink) for sink in sinks]
         self.models = {
@@ -95,9 +94,10 @@ class InspectionService:
             for name, folder in folders.items()
         }
         self.stopping = False
-        # Parts and their seconds by model, status and verdict.
+        # Number of parts and their seconds, by model, status and verdict.
         self._answered: dict[tuple[str, ...], tuple[int, float]] = {}
-        self._recent: OrderedDict[int, bytes] = OrderedDict()
+        # Pictures by the part's number, the oldest first. The record keeps few of good parts.
+        self._heatmaps: OrderedDict[int, bytes] = OrderedDict()
         self._files: OrderedDict[int, bytes] = OrderedDict()
         self._open = ExitStack()
 
@@ -113,14 +113,14 @@ class InspectionService:
         self._open.close()
 
     def heatmap(self, number: int) -> bytes | None:
-        """A part's small heatmap; None if it is neither recent nor kept."""
-        return self._recent.get(number) or self.record.picture(number, "heatmap")
+        """A part's heatmap as a JPEG of reduced size; None if it is neither recent nor kept."""
+        return self._heatmaps.get(number) or self.record.picture(number, "heatmap")
 
     def photograph(self, number: int) -> bytes | None:
         """A part's image as a JPEG for a browser; None if it is neither recent nor kept.
 
         Raises:
-            ImageError: decoding it took too long or too much.
+            ImageError: decoding the image took too long or too much memory.
         """
         parts = self.record.parts(number=number)
         file = self._files.get(number) or self.record.picture(number, "file")
@@ -133,25 +133,28 @@ class InspectionService:
     def parts(self, **wanted: Any) -> list[dict[str, Any]]:
         """The parts that `Record.parts` gives; `picture` is true of recent heatmaps as well."""
         parts = self.record.parts(**wanted)
-        return [part | {"picture": part["picture"] or part["id"] in self._recent} for part in parts]
+        return [
+            part | {"picture": part["picture"] or part["id"] in self._heatmaps} for part in parts
+        ]
 
     def judge(self, number: int, **judgement: str) -> dict[str, Any]:
-        """Record a judgement, as `Record.add_feedback` does; a recent part's picture is kept.
+        """Record a judgement, as `Record.add_feedback` does, with a recent part's picture.
 
         Returns:
-            The part.
+            The part, as in `parts`.
         """
         file = self._files.get(number)
-        picture = None if file is None else (file, self._recent.get(number, b""))
+        picture = None if file is None else (file, self._heatmaps.get(number, b""))
         self.record.add_feedback(part=number, picture=picture, **judgement)
         self.news += 1
         return self.parts(number=number)[0]
 
     def health(self) -> dict[str, Any]:
-        """Whether parts are accepted and recorded; also for clients without a token.
+        """The service's state, also for clients without a token.
 
         Returns:
-            `ready`; `reason`, why not; `models`, the state of each.
+            `ready`: whether parts are accepted and recorded; `reason`, if they aren't; `models`:
+            each model's state.
         """
         reasons = [_NOT_READY[kind].format(model=model) for kind, model, _ in self._errors()]
         states = {slot.name: slot.state for slot in self.models.values()}
@@ -161,18 +164,18 @@ class InspectionService:
         """The current alarms, errors first.
 
         Returns:
-            Of each: `kind`, its key in words.json, which holds the text in every language;
-            `model`, empty if it concerns all; `reason`, details that the kind's text doesn't give;
-            `severity`, `error` or `warning`.
+            For each alarm: `kind`, the key of its text in words.json; `model`, empty if all models
+            are concerned; `reason`, details for the text; `severity`, `error` or `warning`.
         """
+        by_severity = {"error": self._errors(), "warning": self._warnings()}
         return [
             {"kind": kind, "model": model, "reason": reason, "severity": severity}
-            for severity, found in (("error", self._errors()), ("warning", self._warnings()))
-            for kind, model, reason in found
+            for severity, alarms in by_severity.items()
+            for kind, model, reason in alarms
         ]
 
     def _errors(self) -> Iterator[tuple[str, str, str]]:
-        """Kind, model and reason of each alarm with which the service isn't ready."""
+        """Kind, model and reason of each alarm that makes the service not ready."""
         if self.stopping:
             yield "stopping", "", ""
         if trouble := self.record.trouble():
@@ -189,8 +192,8 @@ class InspectionService:
             drift = slot.drifted()
             if drift["alarm"]:
                 yield "drift", slot.name, ""
-            if drift["flagged"]:
-                yield "more" if drift["compared"] == "more" else "fewer", slot.name, ""
+            if drift["compared"] != "as promised":  # but more or fewer
+                yield drift["compared"], slot.name, ""
 
     def figures(self) -> str:
         """Counts since the start and current figures, in Prometheus' text format."""
@@ -217,21 +220,21 @@ class InspectionService:
         return sum(slot.waiting for slot in self.models.values())
 
     def refuse_waiting(self) -> None:
-        """Refuse the parts that nothing has begun with."""
+        """Refuse the parts whose decoding hasn't begun."""
         if count := sum(slot.refuse_waiting(_STOPPING) for slot in self.models.values()):
             log.warning("%d waiting parts were refused; clients have to send them again", count)
 
     def _publish(self, number: int, answer: Answer) -> None:
-        """Publish a recorded part; called in the record's thread."""
+        """Count, keep and announce a recorded part; called in the record's thread."""
         row, key = answer.row, (answer.model, answer.row.status, answer.row.verdict)
         count, seconds = self._answered.get(key, (0, 0.0))
         self._answered[key] = count + 1, seconds + (row.milliseconds or 0.0) / 1000
         for outbox in self.outboxes:
             outbox.wake()
         if answer.heatmap:
-            self._recent[number] = answer.heatmap
-            while len(self._recent) > _RECENT:
-                self._recent.popitem(last=False)
+            self._heatmaps[number] = answer.heatmap
+            while len(self._heatmaps) > _RECENT:
+                self._heatmaps.popitem(last=False)
         if row.verdict == "good":
             self._files[number] = answer.file
             while sum(map(len, self._files.values())) > _RECENT_BYTES:
@@ -240,9 +243,9 @@ class InspectionService:
 
 
 def _figure(name: str, value: float, **labels: str) -> str:
-    """A line in Prometheus' text format; labels are escaped as JSON is."""
-    shown = (f"{key}={json.dumps(text, ensure_ascii=False)}" for key, text in labels.items())
-    return f"anomaly_{name}{{{','.join(shown)}}} {float(value)!r}\n"
+    """A line in Prometheus' text format, which escapes labels as JSON does."""
+    pairs = (f"{key}={json.dumps(text, ensure_ascii=False)}" for key, text in labels.items())
+    return f"anomaly_{name}{{{','.join(pairs)}}} {float(value)!r}\n"
 
 
 class Feedback(BaseModel):
@@ -265,8 +268,8 @@ def make_app(service: InspectionService) -> FastAPI:
         docs_url=None,  # FastAPI's own pages load scripts from another site
         redoc_url=None,
     )
-    app.add_exception_handler(RequestValidationError, _misunderstood)
-    app.add_exception_handler(AnomalyError, _in_trouble)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(AnomalyError, _unavailable)
     _score_routes(app, service)
     _model_routes(app, service)
     _part_routes(app, service)
@@ -275,20 +278,22 @@ def make_app(service: InspectionService) -> FastAPI:
     return app
 
 
-async def _misunderstood(request: Request, error: Exception) -> Response:
-    """400 for an invalid parameter; 422 is for images that can't be scored."""
+async def _invalid(request: Request, error: Exception) -> Response:
+    """Status 400 for an invalid parameter; FastAPI's 422 is for images that can't be scored."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))
     return JSONResponse({"detail": f"{where}: {first['msg']}"}, 400)
 
 
-async def _in_trouble(request: Request, error: Exception) -> Response:
-    """503: the record can't be read or written, or too many parts or clients are waiting."""
+async def _unavailable(request: Request, error: Exception) -> Response:
+    """Status 503: the record can't be read or written, or too many parts or clients wait."""
     return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "5"})
 
 
 def _score_routes(app: FastAPI, service: InspectionService) -> None:
+    """Add the route that scores parts."""
+
     @app.post("/v1/models/{name}/score", summary="Score one part")
     async def score(
         request: Request,
@@ -298,24 +303,25 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         slot = _slot(service, name)
         if service.stopping:
             raise BusyError(_STOPPING)
-        has_none = slot.now and slot.now.model.thresholds is None
-        if has_none and {"mask", "regions"} & {*include}:
+        without = slot.now and slot.now.model.thresholds is None
+        if without and {"mask", "regions"} & {*include}:
             reason = f"{name} has no thresholds, so it has no masks or regions"
             raise HTTPException(400, reason)
-        data = await anext(request.stream())  # the server passes it whole
+        data = await anext(request.stream())  # whole, see `Guard`
         if data[:_START].lstrip().startswith(_TEXT):
             raise HTTPException(415, _IS_TEXT)
         filename = _shown_name(request.query_params.get("name", ""))
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 part = asyncio.wrap_future(slot.submit(data, filename, include))
-                answer = await asyncio.shield(part)
+                answer = await asyncio.shield(part)  # the part is recorded, however late
         except TimeoutError:
             raise HTTPException(504, "no answer in time; the part will still be recorded") from None
         return JSONResponse(answer, 200 if answer["status"] == "ok" else 422)
 
 
 def _slot(service: InspectionService, name: str) -> ModelSlot:
+    """The model of a name; 404 without one."""
     if name not in service.models:
         known = nearest(name, service.models)
         raise HTTPException(404, f"there is no model {_shown_name(name)!r}; {known}")
@@ -323,12 +329,13 @@ def _slot(service: InspectionService, name: str) -> ModelSlot:
 
 
 def _shown_name(name: str) -> str:
-    """A client's name for an image, on one line without control characters."""
+    """A client's text on one line, without control characters, at most 255 characters long."""
     return visible(name[:_LONGEST_NAME])[:_LONGEST_NAME]
 
 
 def _model_routes(app: FastAPI, service: InspectionService) -> None:
-    look, check = InTurn(), InTurn()
+    """Add the routes about models, health, alarms and figures."""
+    look, check = InTurn(), InTurn()  # supervisors needn't wait for pages
 
     @app.get("/v1/models", summary="The models: states, thresholds, drift")
     def models() -> dict[str, Any]:
@@ -365,18 +372,19 @@ class InTurn:
     def __init__(self) -> None:
         self._turn = asyncio.Semaphore()
 
-    async def __call__(self, function: Callable[..., _T], *arguments: object) -> _T:
+    async def __call__(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
         """The function's result."""
         await self._turn.acquire()
         begun = time.monotonic()
         try:
-            return await asyncio.to_thread(function, *arguments)
+            return await asyncio.to_thread(function, *arguments, **named)
         finally:
             asyncio.get_running_loop().call_later(time.monotonic() - begun, self._turn.release)
 
 
 def _part_routes(app: FastAPI, service: InspectionService) -> None:
-    read, draw = InTurn(), InTurn()
+    """Add the routes about recorded parts, judgements, counts and reports."""
+    read, draw = InTurn(), InTurn()  # rows needn't wait for photographs
 
     @app.get("/v1/parts", summary="The newest parts, the newest first")
     async def parts(
@@ -385,12 +393,12 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         verdict: Literal["", "good", "review", "reject"] = "",
         model: _Model = "",
     ) -> JSONResponse:
-        wanted = {"before": before, "verdict": verdict, "limit": limit, "model": model}
-        return JSONResponse({"parts": await read(partial(service.parts, **wanted))})
+        rows = await read(service.parts, before=before, verdict=verdict, limit=limit, model=model)
+        return JSONResponse({"parts": rows})
 
     @app.get("/v1/parts/{number}", summary="One part")
     async def part(number: _Number) -> dict[str, Any]:
-        if rows := await read(partial(service.parts, number=number)):
+        if rows := await read(service.parts, number=number):
             return rows[0]
         raise HTTPException(404, f"there is no part {number}")
 
@@ -423,13 +431,13 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get("/report", include_in_schema=False)
     async def last_hours(hours: Annotated[int, Query(ge=1, le=10_000)] = 24) -> Response:
-        end = datetime.now().astimezone()  # a length in hours, whatever the clocks do
+        end = datetime.now().astimezone()  # with its offset: clocks may change in between
         period = Period(end - timedelta(hours=hours), end)
         try:
             pages, _ = await draw(report, service.record.file, period, {})
         except DataError as error:
             raise HTTPException(404, str(error)) from None
-        policy = {"Content-Security-Policy": _REPORT_POLICY}  # the page's own one says which style
+        policy = {"Content-Security-Policy": _REPORT_POLICY}  # the page has a stricter one
         return Response(pages[PAGE], media_type="text/html", headers=policy)
 
     @app.get("/v1/news", summary="A number that changes with each new part and judgement")
@@ -438,6 +446,7 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
 
 def _picture(number: int, picture: bytes | None) -> Response:
+    """A JPEG; 404 without one."""
     if picture is None:
         raise HTTPException(404, f"no picture of part {number} is kept")
     kept = {"Cache-Control": "private, max-age=86400, immutable"}

@@ -217,7 +217,7 @@ def test_every_word_is_used_and_there_in_all_languages() -> None:
         names = {tuple(sorted(re.findall(r"\{(\w*)\}", text))) for text in texts.values()}
         assert len(names) == 1, (key, names)
     pages = "".join(file.read_text("utf-8") for file in assets.glob("*.html"))
-    scripts = [*assets.glob("*.js"), LINE / "service.py"]
+    scripts = [*assets.glob("*.js"), *LINE.glob("*.py")]
     program = "".join(file.read_text("utf-8") for file in scripts)
     named = set(re.findall(r'data-(?:word|label|hint)="(.*?)"', pages))
     named |= set(re.findall(r'\bword\("(.*?)"', program))
