@@ -289,14 +289,13 @@ class RecordedDrift:
     """Drift of one model's parts in a growing record. Threads may share it.
 
     Args:
-        levels: as `levels_of` gives them.
-        model_ids: ids of the model with its current and earlier thresholds.
+        promise: the promise of the model's thresholds.
     """
 
-    def __init__(self, levels: Sequence[Level], model_ids: Collection[str]) -> None:
-        self._levels, self._ids = levels, model_ids
-        self._newest: tuple[Any, ...] = ()  # feedback and part
-        self._drift = Drift(levels)
+    def __init__(self, promise: Promise) -> None:
+        self._promise = promise
+        self._newest: tuple[Any, ...] = ()  # ids of judgement and part, see _NEWEST
+        self._drift = Drift(promise.levels)
         self._lock = threading.Lock()
 
     def look(self, record: Path) -> Drift:
@@ -305,6 +304,6 @@ class RecordedDrift:
             db.execute("BEGIN")
             newest = db.execute(_NEWEST).fetchone()
             if newest != self._newest:
-                scores = scores_of(db, self._ids, most=HORIZON)
-                self._drift, self._newest = Drift(self._levels, scores), newest
+                scores = scores_of(db, self._promise.same_scores, most=HORIZON)
+                self._drift, self._newest = Drift(self._promise.levels, scores), newest
         return self._drift

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SMALL_PIXELS = 480_000  # of the heatmaps on the page
+_SMALL_PIXELS = 480_000  # of a heatmap on the page
+_MOST_WAITING = 64  # parts of one model that are in progress at once
 _LOOK_SECONDS = 1.0  # between checks of the models' folders
 _LAST_SECONDS = 3.0  # for parts without an answer, once the service has ended
 
@@ -51,43 +52,41 @@ _loading = threading.Lock()  # models are loaded one after the other
 
 
 class BusyError(AnomalyError):
-    """Too many parts are waiting; the same request can succeed later."""
+    """A part can't be accepted now; the same request can succeed later."""
 
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """A version that has passed its checks.
+    """A model that has passed its checks, with what the service keeps beside it.
 
     Attributes:
-        model: loaded from its folder.
-        checked: what was checked.
-        decoders: of its parts.
-        drift: watches its scores; None without thresholds.
-        promise: what the thresholds promise, as JSON for the record; empty without thresholds.
+        model: the model.
+        checked: a sentence about what was checked.
+        decoders: processes that decode and draw the model's parts.
+        promise: the promise of the thresholds; None without thresholds.
+        drift: the drift of the model's scores; None without thresholds.
     """
 
     model: Model
     checked: str
     decoders: Decoders
+    promise: Promise | None = None
     drift: RecordedDrift | None = None
-    promise: str = ""
 
     @classmethod
     def of(cls, model: Model, folder: Path, checked: str) -> Version:
-        """A loaded model's version."""
+        """The version of a model that was loaded from a folder."""
         decoders = Decoders(model.loading, PictureWriter.of(model, _SMALL_PIXELS))
-        limits = model.thresholds
-        if limits is None:
+        if model.thresholds is None:
             return cls(model, checked, decoders)
         ids = {model.model_id, *thresholds_alone_differ(folder)}
-        promise = Promise.given(limits, ids, caught_defects(model))
-        drift = RecordedDrift(promise.levels, ids)
-        return cls(model, checked, decoders, drift, json.dumps(asdict(promise)))
+        promise = Promise.given(model.thresholds, ids, caught_defects(model))
+        return cls(model, checked, decoders, promise, RecordedDrift(promise))
 
 
 @dataclass(eq=False)
 class _Part:
-    """A part in progress; `decoding` is None until it is handed to a decoding process."""
+    """A part in progress; `decoding` is None until the part is handed to a decoding process."""
 
     index: int
     data: bytes
@@ -106,16 +105,15 @@ class ModelSlot:
     first version has passed its checks, parts are refused.
 
     Args:
-        name: in the service.
+        name: the model's name in the service.
         folder: the model folder.
-        record: of the results.
-        device: that the network runs on.
-        publish: called with each part that was recorded, in order.
-        most_waiting: most parts in progress at once.
+        record: takes the results.
+        device: the device that the network runs on.
+        publish: called with number and result of each part that was recorded, in order.
 
     Attributes:
-        now: the version in use; None until one has passed its checks.
-        trouble: why the folder's version can't be used; empty if it can.
+        version: the version in use; None until one has passed its checks.
+        trouble: the reason that the folder's version can't be used; empty if it can.
     """
 
     def __init__(
@@ -126,20 +124,18 @@ class ModelSlot:
         *,
         device: str | torch.device,
         publish: Callable[[int, Answer], object] = lambda number, answer: None,
-        most_waiting: int = 64,
     ) -> None:
         self.name, self.folder = name, folder
-        self.now: Version | None = None
+        self.version: Version | None = None
         self.trouble = ""
         self._record, self._device, self._publish = record, device, publish
-        self._most = most_waiting
         self._numbers = count()
         self._parts: dict[int, _Part] = {}  # without an answer, in order
         self._decoded: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._threads = [
             threading.Thread(target=work, name=f"{work.__name__} {name}", daemon=True)
-            for work in (self._score_parts, self._keep_up)
+            for work in (self._score_parts, self._follow_folder)
         ]
 
     def __enter__(self) -> ModelSlot:
@@ -156,8 +152,8 @@ class ModelSlot:
 
     @property
     def state(self) -> str:
-        """`loading`, `ready` or `failed`; also `ready` if a new version was refused."""
-        if self.now is not None:
+        """`loading`, `ready` or `failed`; `ready` even if a new version was refused."""
+        if self.version is not None:
             return "ready"
         return "failed" if self.trouble else "loading"
 
@@ -168,10 +164,11 @@ class ModelSlot:
 
     @property
     def refused(self) -> bool:
-        """Whether an older version is in use because the folder's version has failed."""
-        return bool(self.now and self.trouble)
+        """True while an older version is in use because the folder's version has failed."""
+        return bool(self.version and self.trouble)
 
-    def _keep_up(self) -> None:
+    def _follow_folder(self) -> None:
+        """Load each version that comes into the folder; a thread's work."""
         seen = tried = None
         while not self._closing.is_set():
             stamp = stamp_of(self.folder)
@@ -193,18 +190,19 @@ class ModelSlot:
             log.exception("%s can't be loaded", self.name)
             self.trouble = f"loading failed: {type(error).__name__}"
         else:
-            if self.now and self.now.model.model_id != model.model_id:
+            if self.version and self.version.model.model_id != model.model_id:
                 log.info("%s now serves model %s", self.name, model.model_id)
             self.use(version)
             return
-        what = "the new version is refused" if self.now else "it can't be served"
-        log.error("%s: %s: %s", self.name, what, self.trouble)
+        effect = "the new version is refused" if self.version else "it can't be served"
+        log.error("%s: %s: %s", self.name, effect, self.trouble)
 
     def use(self, version: Version) -> None:
-        """Score further parts with a version; the last version finishes its own."""
+        """Score further parts with a version; the one before finishes its own."""
         if version.promise:
-            self._record.promises[version.model.model_id] = version.promise
-        self.now, self.trouble = version, ""
+            promise = json.dumps(asdict(version.promise))
+            self._record.promises[version.model.model_id] = promise
+        self.version, self.trouble = version, ""
 
     def submit(
         self, data: bytes, name: str = "", wanted: Collection[str] = ()
@@ -214,28 +212,29 @@ class ModelSlot:
         Args:
             data: the image file's bytes.
             name: the image's name in its row; never used as a path.
-            wanted: what to answer beside the row: `heatmap`, `mask`, `regions`.
+            wanted: `heatmap`, `mask` or `regions`, to be answered beside the row.
 
         Returns:
-            The answer: the row, `id`, its number in the record, and what is wanted.
+            The answer: the row, its number in the record (`id`), and what is wanted.
 
         Raises:
             BusyError: too many parts are waiting, or the model can't be used.
         """
         with self._lock:
-            if self.now is None:
+            if self.version is None:
                 reason = self.trouble or "it is still being loaded"
                 raise BusyError(f"{self.name} can't be used: {reason}")
-            if len(self._parts) >= self._most:
-                raise BusyError(f"{self._most} parts are waiting for {self.name}; try again")
-            part = _Part(next(self._numbers), data, name, wanted, self.now)
+            if len(self._parts) >= _MOST_WAITING:
+                raise BusyError(f"{_MOST_WAITING} parts are waiting for {self.name}; try again")
+            part = _Part(next(self._numbers), data, name, wanted, self.version)
             self._parts[part.index] = part
         self._begin()
         return part.done
 
     def _begin(self) -> None:
-        """Have parts decoded, in order; images in tiles, which stay in memory whole, a few."""
+        """Have parts decoded, in order."""
         with self._lock:
+            # Images in tiles stay in memory whole until they are scored, so only a few at a time.
             for place, part in enumerate(self._parts.values()):
                 if part.version.model.config.image.tile and place >= program_threads():
                     break
@@ -260,6 +259,7 @@ class ModelSlot:
         return len(refused)
 
     def _score_parts(self) -> None:
+        """Score decoded parts in batches, each with its own version; a thread's work."""
         while (first := self._decoded.get()) is not None:
             gathered = [first]
             with suppress(queue.Empty):  # what was decoded during the last batch
@@ -294,19 +294,20 @@ class ModelSlot:
         self,
         part: _Part,
         result: Prediction | UnusableImage,
-        drawn: Future[Pictures | UnusableImage],
+        drawing: Future[Pictures | UnusableImage],
     ) -> None:
-        pictures: Pictures | UnusableImage
-        if (error := drawn.exception()) is not None:
-            pictures = UnusableImage(part.index, "failed", f"drawing failed: {why(error)}")
-        else:
-            pictures = drawn.result()
-        if isinstance(pictures, UnusableImage):
+        """Record a part whose pictures are drawn, or couldn't be; the file may be unusable."""
+        if (error := drawing.exception()) is not None:
+            reason = f"drawing failed: {why(error)}"
+            self._put(part, UnusableImage(part.index, "failed", reason), Pictures())
+        elif isinstance(pictures := drawing.result(), UnusableImage):
             reason = pictures.reason.removeprefix(f"image {part.index}: ")
-            result, pictures = replace(pictures, reason=reason), Pictures()
-        self._put(part, result, pictures)
+            self._put(part, replace(pictures, reason=reason), Pictures())
+        else:
+            self._put(part, result, pictures)
 
     def _put(self, part: _Part, result: Prediction | UnusableImage, pictures: Pictures) -> None:
+        """Have a part recorded."""
         row = row_of(result, part.version.model, part.name, part.begun)
         small = pictures.small.photo if pictures.small else b""
         answer = Answer(self.name, row, part.data, small)
@@ -339,42 +340,43 @@ class ModelSlot:
             part.done.set_result(answered)
 
     def facts(self) -> dict[str, Any]:
-        """State, model, checks, and what the thresholds promise and keep."""
+        """State, model, checks, and what the thresholds promise and keep, as plain values."""
         facts = {"name": self.name, "state": self.state, "refused": self.refused}
         facts |= {"reason": self.trouble, "checked": "", "drift": self.drifted()}
-        if (now := self.now) is not None:
-            model, limits = now.model, now.model.thresholds
+        if (version := self.version) is not None:
+            model, limits = version.model, version.model.thresholds
             facts |= {"model_id": model.model_id, "model_name": model.name, "method": model.method}
-            facts |= {"unit": model.unit, "checked": now.checked}
+            facts |= {"unit": model.unit, "checked": version.checked}
             facts["calibration"] = [] if limits is None else limits.lines()
         return facts
 
     def drifted(self) -> dict[str, Any]:
-        """The drift of its newest parts, as in a report.
+        """The drift of the newest parts, as in a report.
 
         Returns:
-            `alarm`; `lines`, a readable line for each level; `compared`, whether `more` or `fewer`
-            parts are flagged than promised; `flagged`, a readable line if so.
+            `alarm`: whether scores have drifted; `lines`: a sentence for each level; `compared`:
+            `as promised`, `more` or `fewer` parts are flagged; `flagged`: a sentence about that,
+            empty if as promised.
         """
-        now = self.now
-        if now is None or now.drift is None or now.model.thresholds is None:
+        version = self.version
+        if version is None or version.drift is None or version.model.thresholds is None:
             return {"alarm": False, "lines": [], "compared": "as promised", "flagged": ""}
-        drift = now.drift.look(self._record.file)
-        review = now.model.thresholds.to_review
+        drift = version.drift.look(self._record.file)
+        review = version.model.thresholds.to_review
         compared, flagged = drift.flagged(review, str(self.folder))
         levels = {"alarm": drift.alarm is not None, "lines": drift.lines()}
         return levels | {"compared": compared, "flagged": flagged}
 
 
 def check(model: Model, folder: Path) -> str:
-    """Check a model's golden parts, if there are any; `load` has checked its files.
+    """Check a model's golden parts, if there are any; loading it has checked its files.
 
     Args:
         model: the model.
-        folder: its folder.
+        folder: the folder that the model was loaded from.
 
     Returns:
-        What was checked, for people.
+        A sentence about what was checked.
 
     Raises:
         ModelError: a score or a verdict differs from the record.
@@ -386,22 +388,24 @@ def check(model: Model, folder: Path) -> str:
         grey = Image(np.full((256, 256, 3), 128, np.uint8), 255.0, "rgb8", "")
         list(model.results([grey]))
         return "every file's hash; no golden parts are recorded beside the model"
-    found = golden_parts.check(model, golden)
-    if found.moved:
-        changes = some([f"{name}: {change}" for name, change in found.moved.items()], "; ")
+    comparison = golden_parts.check(model, golden)
+    if comparison.moved:
+        changes = some([f"{name}: {change}" for name, change in comparison.moved.items()], "; ")
         raise ModelError(f"its golden parts' scores or verdicts differ from {golden}: {changes}")
-    checked = f"every file's hash, and {len(found.parts)} golden parts, which score as recorded"
-    return f"{checked}; {found.missed}" if found.missed else checked
+    checked = (
+        f"every file's hash, and {len(comparison.parts)} golden parts, which score as recorded"
+    )
+    return f"{checked}; {comparison.missed}" if comparison.missed else checked
 
 
 def stamp_of(folder: Path) -> tuple[object, ...]:
-    """Places, times and sizes of a model's files and golden parts, to notice changes.
+    """Paths, times, sizes and inodes of a model's files and golden parts.
 
-    Two results differ if a file was written in between.
+    Two stamps differ if a file was written in between.
     """
     golden = folder.parent / "golden" if folder.name == "model" else folder / "golden"
     with suppress(OSError):  # a folder that is being replaced right now is like an empty one
         files = [file for place in (folder, golden) for file in sorted(place.rglob("*"))]
-        found = [(file, file.stat()) for file in files]
-        return tuple((str(file), s.st_mtime_ns, s.st_size, s.st_ino) for file, s in found)
+        entries = [(file, file.stat()) for file in files]
+        return tuple((str(file), e.st_mtime_ns, e.st_size, e.st_ino) for file, e in entries)
     return ()

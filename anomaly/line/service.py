@@ -127,7 +127,7 @@ class InspectionService:
         if not parts or file is None:
             return None
         slot = self.models.get(parts[0]["model"])
-        decoding = slot.now.model.loading.decoding if slot and slot.now else DEFAULT
+        decoding = slot.version.model.loading.decoding if slot and slot.version else DEFAULT
         return bytes(read_one(photograph, file, decoding, about=Path(parts[0]["path"])))
 
     def parts(self, **wanted: Any) -> list[dict[str, Any]]:
@@ -303,7 +303,7 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         slot = _slot(service, name)
         if service.stopping:
             raise BusyError(_STOPPING)
-        without = slot.now and slot.now.model.thresholds is None
+        without = slot.version and slot.version.model.thresholds is None
         if without and {"mask", "regions"} & {*include}:
             reason = f"{name} has no thresholds, so it has no masks or regions"
             raise HTTPException(400, reason)

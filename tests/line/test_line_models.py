@@ -48,12 +48,10 @@ def model(run_folder: Path) -> Model:
     return load_model(run_folder, "cpu")
 
 
-def serving(model: Model, gate: Gate, most_waiting: int = 64, **how: Any) -> ModelSlot:
+def serving(model: Model, gate: Gate, **how: Any) -> ModelSlot:
     """A slot that scores parts with a model, once it is entered."""
     folder = model.folder or Path()
-    slot = ModelSlot(
-        "disc", folder, gate, device=torch.device("cpu"), most_waiting=most_waiting, **how
-    )
+    slot = ModelSlot("disc", folder, gate, device=torch.device("cpu"), **how)
     slot._load = lambda: slot.use(Version.of(model, folder, ""))  # type: ignore[method-assign]
     slot._load()
     return slot
@@ -72,10 +70,11 @@ def files(product: Path) -> list[Path]:
 
 
 def test_no_more_wait_than_may_and_all_that_wait_are_answered(
-    model: Model, files: list[Path], gate: Gate
+    model: Model, files: list[Path], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("anomaly.line.models._MOST_WAITING", 4)
     told: list[int] = []
-    with serving(model, gate, 4, publish=lambda number, _: told.append(number)) as slot:
+    with serving(model, gate, publish=lambda number, _: told.append(number)) as slot:
         futures = [slot.submit(file.read_bytes(), file.name) for file in files[:4]]
         with pytest.raises(BusyError, match="4 parts are waiting"):
             slot.submit(b"one more")
