@@ -405,15 +405,10 @@ def fused(network: nn.Module, layers: Sequence[str]) -> nn.Module:
 class _Convolution(nn.Module):
     """A convolution and its activation, (B, C, H, W) -> (B, C', H', W')."""
 
-    def __init__(self, convolution: nn.Conv2d, activation: type[nn.Module]) -> None:
+    def __init__(self, conv: nn.Conv2d, activation: type[nn.Module]) -> None:
         super().__init__()
-        self.weight, self.bias = convolution.weight, convolution.bias
-        self._geometry = (
-            convolution.padding,
-            convolution.stride,
-            convolution.dilation,
-            convolution.groups,
-        )
+        self.weight, self.bias = conv.weight, conv.bias
+        self._geometry = (conv.padding, conv.stride, conv.dilation, conv.groups)
         self._activation = _ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:

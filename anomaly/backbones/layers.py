@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -59,11 +59,11 @@ class Layer:
 
 
 def layer_table(network: nn.Module, size: int) -> list[Layer]:
-    """Describe each layer of a network by a dry run, in which nothing is computed.
+    """The layers of a network, each described by a dry run, in which nothing is computed.
 
     Args:
-        network: on the meta device, in eval mode; takes images (B, 3, H, W).
-        size: side of the square image that it is shown.
+        network: on the meta device, in eval mode.
+        size: side of the square image of the dry run, in pixels.
 
     Returns:
         The layers in the order in which PyTorch prints them, the network itself first.
@@ -87,15 +87,7 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
 
     with FlopCounterMode(display=False) as counter, HookSet(network) as hooks:
         hooks.forward(nn.Module, note)
-        try:
-            with torch.no_grad():
-                network(torch.empty(1, 3, size, size, device="meta"))
-        except (RuntimeError, AssertionError, ValueError):
-            side = own_side(network) or 224
-            raise LayerError(
-                f"{type(network).__name__} doesn't take images of {size}×{size}; give another "
-                f"size, such as {side}×{side}"
-            ) from None
+        _run_dry(network, size, size, network)
     order = {path: place for place, path in enumerate(seen)}
     total = max(seen[""][1], 1)
     table = []
@@ -117,8 +109,31 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
     return table
 
 
+def _run_dry(network: nn.Module, height: int, width: int, run: Callable[[Tensor], Any]) -> None:
+    """Run a network on an image (1, 3, H, W) on the meta device, which has shapes and no values.
+
+    Args:
+        network: on the meta device, in eval mode.
+        height: the image's H.
+        width: the image's W.
+        run: the network itself, or the `run` of a capture that stops the pass early.
+
+    Raises:
+        LayerError: the network doesn't take images of this size.
+    """
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            run(torch.empty(1, 3, height, width))
+    except Exception as error:  # of any type: foreign code runs on a size it wasn't written for
+        side = own_side(network) or 224
+        raise LayerError(
+            f"{type(network).__name__} doesn't take images of {height}×{width}; give another size, "
+            f"such as {side}×{side}, or choose another network"
+        ) from error
+
+
 def own_side(network: nn.Module) -> int | None:
-    """The side of the square images that a network was trained with; None if it isn't known."""
+    """The side of the square images that a network was trained with; None where it isn't known."""
     size = (getattr(network, "pretrained_cfg", None) or {}).get("input_size")  # timm states it
     return size[-1] if size else None
 
@@ -130,18 +145,12 @@ def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = (
         network: on the meta device, in eval mode.
         height: the image's H.
         width: the image's W.
-        layers: paths up to the last of which the pass has to come; empty for a whole pass.
+        layers: paths of layers; the pass ends after the last of them. Empty for a whole pass.
     """
-    try:
-        with (
-            torch.no_grad(),
-            torch.device("meta"),
-            capture(network, list(layers) or "", stop=True) as captured,
-        ):
-            captured.run(torch.empty(1, 3, height, width))
-    except (LayerError, RuntimeError, AssertionError, ValueError):
-        return False
-    return True
+    with suppress(LayerError), capture(network, list(layers) or "", stop=True) as captured:
+        _run_dry(network, height, width, captured.run)
+        return True
+    return False
 
 
 def side_multiple(network: nn.Module, layers: Sequence[str] = ()) -> int | None:
@@ -149,7 +158,7 @@ def side_multiple(network: nn.Module, layers: Sequence[str] = ()) -> int | None:
 
     Args:
         network: on the meta device, in eval mode.
-        layers: paths up to the last of which the pass has to come; empty for a whole pass.
+        layers: paths of layers; the pass ends after the last of them. Empty for a whole pass.
     """
     return next((m for m in (32, 14) if takes(network, 7 * m, 8 * m, layers)), None)
 
@@ -353,19 +362,24 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, network: nn.Module, paths: Sequence[str], side: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.side = side
+        self.side, self.copies = side, False
         self.outputs: dict[str, Tensor] = {}
         self.reads: Counter[int] = Counter()
-        self.copies = False
         self._waiting = set(paths)
-        self._wanted = frozenset(paths)
         self._names = {module: path for path, module in network.named_modules()}
         self._calls: Counter[str] = Counter()
         self._versions: dict[str, int] = {}
-        self._made: dict[int, str] = {}  # convolutions by what they put out
-        self._joined: list[tuple[int, str]] = []  # what goes into a batch norm, and its path
+        self._made: dict[int, str] = {}  # convolutions by the id of what they put out
+        self._joined: list[tuple[int, str]] = []  # the id of a batch norm's input, and its path
         self._alive: list[Any] = []  # so that no two tensors of the run share an id
-        self._run(network, type(network).__name__)
+        try:
+            with self, HookSet(network) as hooks:
+                hooks.forward(nn.Module, self._note)
+                _run_dry(network, side, side, network)
+        except LayerError:
+            if self._waiting:  # behind the last wanted layer no error matters
+                raise
+        self._check_wanted(sorted(paths), type(network).__name__)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._waiting:
@@ -375,19 +389,13 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.reads.update(map(id, tensors))
         return func(*args, **(kwargs or {}))
 
-    def _run(self, network: nn.Module, name: str) -> None:
-        image = torch.empty(1, 3, self.side, self.side, device="meta")
-        try:
-            with torch.no_grad(), torch.device("meta"), self, HookSet(network) as hooks:
-                hooks.forward(nn.Module, self._note)
-                network(image)
-        except Exception as error:  # of any kind; behind the last wanted layer none matters
-            if self._waiting:
-                raise LayerError(
-                    f"{name} doesn't take images of {self.side}×{self.side}; choose another "
-                    "network or size"
-                ) from error
-        for path in sorted(self._wanted):
+    def _check_wanted(self, paths: Sequence[str], name: str) -> None:
+        """Check that each wanted layer has run once and put out one tensor.
+
+        Raises:
+            LayerError: one of them hasn't.
+        """
+        for path in paths:
             if not self._calls[path]:
                 raise LayerError(f"layer {path!r} of {name} never runs; choose another")
             if self._calls[path] > 1:

@@ -38,8 +38,11 @@ def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str]
     Raises:
         ConfigError: no mapping, an unknown key, a wrong type or range; a line for each mistake.
     """
-    values = dict(_mapping(values, where))
-    sources = {_apply(values, override): f"--set {override}" for override in overrides}
+    values, sources = dict(_mapping(values, where)), {}
+    for override in overrides:
+        key, setting = _read_override(override)
+        values = _merge(values, setting)
+        sources[key] = f"--set {override}"
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -325,6 +328,7 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.valu
 
 
 def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of two sources as one; where both have a setting, that of `above` holds."""
     merged = dict(below)
     for key, value in above.items():
         lower = merged.get(key)
@@ -337,8 +341,12 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 _TEXTS = ("name", "data.root", "data.category", "backbone.name", "backbone.weights")
 
 
-def _apply(values: dict[str, Any], override: str) -> str:
-    """Set what an override says; returns its dotted key."""
+def _read_override(override: str) -> tuple[str, dict[str, Any]]:
+    """The dotted key of an override, and its value inside the sections that the key names.
+
+    Raises:
+        ConfigError: it isn't `key=value`, or the value isn't YAML.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
@@ -351,13 +359,6 @@ def _apply(values: dict[str, Any], override: str) -> str:
         value = parse_yaml(text, f"--set {override[:300]}", lines=False)
         if isinstance(value, str) and plain[0] not in "'\"|>":
             value = plain  # ` #` is no comment here
-    # Walk down to the last section and set the key there; missing sections are made.
-    *sections, last = key.strip().split(".")
-    inner = values
-    for section in sections:
-        child = inner.get(section)
-        # The shared parts of a parsed YAML file must not change under another reader.
-        inner[section] = dict(child) if isinstance(child, dict) else {}
-        inner = inner[section]
-    inner[last] = value
-    return key.strip()
+    for section in reversed(key.strip().split(".")):
+        value = {section: value}
+    return key.strip(), value

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from functools import wraps
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -153,20 +153,17 @@ class Capture:
         Raises:
             LayerError: a layer hasn't run since the last `pop`, or a tensor was overwritten.
         """
-        calls, silent = self._calls, []
+        calls = self._calls
         self._reset()
-        result: dict[str, list[Tensor]] = {}
-        for path, layer in calls.items():
-            if not layer:
-                silent.append(path)
-            for call in layer:
-                for kept in call:
-                    result.setdefault(kept.name, []).append(kept.checked())
-        if silent:
+        if silent := [repr(path) for path, outputs in calls.items() if not outputs]:
             raise LayerError(
-                f"{', '.join(map(repr, silent))} didn't run: the forward pass doesn't come through "
-                "there, was stopped before, ran in another thread or compiled, or was already read"
+                f"{', '.join(silent)} didn't run: the forward pass doesn't come through there, was "
+                "stopped before, ran in another thread or compiled, or was already read"
             )
+        result: dict[str, list[Tensor]] = {}
+        for output in chain.from_iterable(calls.values()):
+            for kept in output:
+                result.setdefault(kept.name, []).append(kept.checked())
         return result
 
     def pop_numpy(self) -> dict[str, NDArray[Any]]:
@@ -332,32 +329,6 @@ class Attached:
 
     def __reduce__(self) -> tuple[type[Detached], tuple[()]]:
         return Detached, ()
-
-
-def unmodified(hook: Hook) -> Hook:
-    """A function that calls the hook and refuses changes in place of the tensors shown to it.
-
-    Other layers may hold the same tensor (a residual connection, a ReLU that keeps its output for
-    the backward pass, autograd's own sums). Tensors made under `torch.inference_mode` don't count
-    their changes and can't be watched.
-
-    Raises:
-        LayerError: the hook has changed a tensor; raised after it has run.
-    """
-
-    @wraps(hook)
-    def guarded(*args: Any) -> Any:
-        tensors = [t for _, t in named_tensors(args, "") if not t.is_inference()]
-        versions = [tensor._version for tensor in tensors]
-        result = hook(*args)
-        if versions != [tensor._version for tensor in tensors]:
-            raise LayerError(
-                f"the hook {getattr(hook, '__qualname__', type(hook).__name__)} changed a tensor "
-                "in place, which other layers may use as well: return the new value instead"
-            )
-        return result
-
-    return guarded
 
 
 def private(network: nn.Module) -> nn.Module:

@@ -24,7 +24,6 @@ from anomaly.hooks.capture import (
     named_tensors,
     refuse_compiled,
     refuse_hidden,
-    unmodified,
 )
 from anomaly.hooks.paths import Selector, select
 
@@ -349,10 +348,28 @@ def _check_call(
 def _with_extra(
     hook: Hook, shown: Sequence[str], extra: tuple[Any, ...], named: dict[str, Any]
 ) -> Hook:
+    """A function that gives a hook PyTorch's arguments, then its extra ones.
+
+    It refuses changes in place of the tensors shown to the hook. Other layers may hold the same
+    tensor (a residual connection, a ReLU that keeps its output for the backward pass, autograd's
+    own sums). Tensors made under `torch.inference_mode` don't count their changes, so such changes
+    go unnoticed.
+
+    Raises:
+        LayerError: the hook takes other arguments; or, once called, it has changed a tensor.
+    """
     _check_call(hook, shown, extra, named)
 
     @wraps(hook)
     def call(*args: Any) -> Any:
-        return hook(*args, *extra, **named)
+        tensors = [t for _, t in named_tensors(args, "") if not t.is_inference()]
+        versions = [tensor._version for tensor in tensors]
+        result = hook(*args, *extra, **named)
+        if versions != [tensor._version for tensor in tensors]:
+            raise LayerError(
+                f"the hook {getattr(hook, '__qualname__', type(hook).__name__)} changed a tensor "
+                "in place, which other layers may use as well: return the new value instead"
+            )
+        return result
 
-    return unmodified(call)
+    return call

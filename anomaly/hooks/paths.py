@@ -35,7 +35,7 @@ def resolve(model: nn.Module, path: str) -> tuple[str, nn.Module]:
     Raises:
         LayerError: the network has no such layer; names the nearest ones.
     """
-    _refuse_modules(model, path)
+    _refuse_module(model, path)
     steps = _walk(model, path)
     return ".".join(name for name, _ in steps), steps[-1][1] if steps else model
 
@@ -55,7 +55,7 @@ def match(model: nn.Module, pattern: Selector) -> list[str]:
     Raises:
         LayerError: nothing matches.
     """
-    _refuse_modules(model, pattern)
+    _refuse_module(model, pattern)
     if _is_path(pattern):
         return [resolve(model, pattern)[0]]
     if isinstance(pattern, type):
@@ -85,10 +85,9 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
         LayerError: nothing matches, or the layer's hooks would never be called.
     """
     _refuse_unhookable(model, model, "")
-    _refuse_modules(model, layers)
     selected: dict[str, nn.Module] = {}
     names: dict[int, str] = {}  # the path by which each layer, by its id, was selected
-    for pattern in [layers] if isinstance(layers, str | type) else layers:
+    for pattern in [layers] if isinstance(layers, str | type | nn.Module) else layers:
         for path in [pattern] if _is_path(pattern) else match(model, pattern):
             module, above = model, ""
             for name, module in _walk(model, path):
@@ -103,13 +102,12 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
     return selected
 
 
-def _refuse_modules(model: nn.Module, layers: object) -> None:
+def _refuse_module(model: nn.Module, layer: object) -> None:
     """Refuse a layer given instead of its path, and name that path."""
-    for layer in layers if isinstance(layers, list | tuple) else [layers]:
-        if isinstance(layer, nn.Module):
-            paths = [name for name, module in model.named_modules() if module is layer]
-            known = f": {paths[0]!r}" if paths else f", which {type(model).__name__} doesn't hold"
-            raise LayerError(f"give the path of this {type(layer).__name__}{known}")
+    if isinstance(layer, nn.Module):
+        paths = [name for name, module in model.named_modules() if module is layer]
+        known = f": {paths[0]!r}" if paths else f", which {type(model).__name__} doesn't hold"
+        raise LayerError(f"give the path of this {type(layer).__name__}{known}")
 
 
 class Detached:
