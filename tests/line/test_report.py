@@ -22,7 +22,7 @@ from conftest import Command
 from running import Served
 
 from anomaly.calibration.rates import rate_of
-from anomaly.inference.results import Row
+from anomaly.inference.results import Row, as_jsonl
 from anomaly.line.models import Version
 from anomaly.line.record import Answer, Record
 from anomaly.line.report import Period, report
@@ -321,6 +321,18 @@ def test_an_empty_period_is_a_sentence(tmp_path: Path, command: Command) -> None
     code, out, _ = command("report", arguments)
     assert (code, "holds no part of 2027-01-01 to 2027-01-02, CET (UTC+01:00)" in out) == (0, True)
     assert "<h2>no part on record</h2>" in (tmp_path / "out" / "report.html").read_text("utf-8")
+
+
+def test_views_of_a_part_are_one_part_with_its_strictest_verdict(tmp_path: Path) -> None:
+    rows = [
+        replace(one.row, group=group)
+        for one, group in zip(answers(0.5, 2.5, 1.5, 0.5, 0.5), "ppqq ", strict=True)
+    ]
+    rows[-1] = replace(rows[-1], group="")
+    (tmp_path / "results.jsonl").write_text(as_jsonl(rows), "utf-8")
+    found, _ = report(tmp_path / "results.jsonl", DAY, {})
+    parts = {row["outcome"]: row["parts"] for row in table(found, "yield")}
+    assert [parts[w] for w in ("all parts", "good", "review", "reject")] == ["3", "1", "1", "1"]
 
 
 def test_the_hour_that_comes_twice_is_two_hours(tmp_path: Path) -> None:

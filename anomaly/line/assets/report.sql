@@ -7,9 +7,15 @@ CREATE TEMP TABLE answered AS SELECT parts.id, time < '{begin}' AS age, model, m
         ELSE parts.verdict END AS outcome, words.verdict AS word, words.defect_type AS kind,
     COALESCE (json_extract (line, '$.reason'), '') = '' AS by_score, CAST (json_extract (line, '$.review_threshold') AS REAL) AS review,
     CAST (json_extract (line, '$.threshold') AS REAL) AS reject,
+    NULLIF (json_extract (line, '$.group'), '') AS views,  -- name of the part, if the image is one of its views
     strftime ('%s', time, 'localtime') - strftime ('%s', time) AS ahead  -- of UTC, in seconds
     FROM main.parts LEFT JOIN words ON words.sha256 = parts.sha256
     WHERE time >= '{earliest}' AND time < '{end}' AND ahead IS NOT NULL ORDER BY parts.id;
+-- Of the views of one part, the strictest answer is the part's.
+DELETE FROM temp.answered WHERE id IN (SELECT id FROM (SELECT id,
+    ROW_NUMBER () OVER (PARTITION BY views, age, model, model_id
+        ORDER BY (outcome = 'review') + 2 * (outcome = 'reject') DESC, id DESC) AS place
+    FROM answered WHERE views IS NOT NULL) WHERE place > 1);
 -- An image that was sent again isn't another part to judge: its strictest answer counts, then its newest;
 -- of each version for that version, and of all (once) for the line.
 CREATE TEMP TABLE judged AS SELECT *,
