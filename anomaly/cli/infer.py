@@ -22,9 +22,18 @@ from anomaly.errors import DataError, first_of, visible
 from anomaly.files.writing import FOLDERS, HEATMAPS, PAGE, from_json, locked, remove_drafts, write
 from anomaly.imaging.pool import Decoders, warm_up
 from anomaly.imaging.read import is_folder, list_files
-from anomaly.inference.pipeline import LINES, Finished, Inputs, Journal, Run, RunJournal, resumable
+from anomaly.inference.pipeline import (
+    LINES,
+    Finished,
+    Inputs,
+    Journal,
+    Run,
+    RunJournal,
+    WatchJournal,
+    resumable,
+    watch,
+)
 from anomaly.inference.results import Outputs, Row, Tally, learned_by
-from anomaly.inference.watch import WatchJournal, watch
 from anomaly.maps.heatmap import SHOWN, Thumbnails
 from anomaly.report.page import About, gallery_html
 from anomaly.report.report import passed_in_evaluation

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anomaly.errors import DataError
-from anomaly.inference.watch import Arrivals, stamp_of
+from anomaly.inference.pipeline import Arrivals, stamp_of
 
 
 def poll(arrivals: Arrivals, folder: Path) -> list[str]:
