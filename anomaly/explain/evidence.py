@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ from anomaly.evaluation.evaluate import TrainingImages, dataset_of
 from anomaly.explain import saliency
 from anomaly.explain.page import Explanation
 from anomaly.hooks import capture
-from anomaly.imaging.geometry import AxisView, View
+from anomaly.imaging.geometry import View, patch_edges
 from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, upright
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
@@ -150,7 +150,7 @@ def patch_box(view: View, grid: tuple[int, int], row: int, column: int) -> Box:
         column: column of the patch in that grid.
     """
     (top, bottom), (left, right) = (
-        _edges(pieces, count, index)
+        patch_edges(pieces, count // len(pieces))[:, index].tolist()
         for pieces, count, index in zip(view.axes, grid, (row, column), strict=True)
     )
     return top, left, bottom, right
@@ -189,15 +189,6 @@ def _not_found() -> RgbImage:
     return tile
 
 
-def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, float]:
-    """Beginning and end of patch `index` of `count` along an axis, whose pieces are tiles."""
-    per_piece = count // len(pieces)
-    piece, local = pieces[index // per_piece], index % per_piece
-    ends = np.array([local, local + 1.0]) * (piece.size / per_piece)  # in network pixels
-    start, end = piece.to_source(ends).tolist()
-    return start, end
-
-
 def worst_patches(
     scores: NDArray[np.float32], peaks: Sequence[tuple[float, float]], view: View
 ) -> dict[tuple[int, int], int | None]:
@@ -213,7 +204,7 @@ def worst_patches(
     """
     # The middles of patches, in the coordinates of the peaks.
     rows, columns = (
-        np.array([sum(_edges(pieces, count, index)) / 2 for index in range(count)])
+        patch_edges(pieces, count // len(pieces)).mean(axis=0)
         for pieces, count in zip(view.axes, scores.shape, strict=True)
     )
     worst: dict[tuple[int, int], int | None] = {}
@@ -266,9 +257,7 @@ def tile_of(item: NetworkInput, grid: tuple[int, int], patch: tuple[int, int]) -
         return item
     rows, columns = item.view.axes
     row, column = patch[0] * len(rows) // grid[0], patch[1] * len(columns) // grid[1]
-    view = View((rows[row],), (columns[column],))
-    pixels = item.render(view)
-    return replace(item, view=view, pixels=pixels, tile=(row, column), whole=item.view)
+    return item.tile_at(row, column)
 
 
 def score_gradient(detector: Model, item: NetworkInput) -> Tensor:

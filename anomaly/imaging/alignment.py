@@ -1,9 +1,9 @@
 """Poses of parts in images: the way to the part's coordinates, and back. Imports no torch.
 
-A picture of the part is made of the training images. This reference, turned in steps of 5°, is
-correlated with a small grey picture of the image; the best of these candidates are refined by
-Gauss-Newton steps on the correlation (the inverse compositional form of ECC, Evangelidis and
-Psarakis 2008); the highest correlation wins. Light that differs as a whole changes no correlation.
+The reference is a picture of the part, made of the training images. Turned in steps of 5°, it is
+correlated with a small grey picture of the image; the best candidates are refined by Gauss-Newton
+steps on the correlation (the inverse compositional form of ECC, Evangelidis and Psarakis 2008); the
+highest correlation wins. Brightness and contrast of the whole image change no correlation.
 """
 
 from __future__ import annotations
@@ -23,23 +23,28 @@ from anomaly.imaging.read import Image, aspect_error
 
 Grey = NDArray[np.float32]
 
-_SIDE, _COARSE = 128, 64  # of squares with the area of the pictures that are compared
-_STEP = math.radians(5)  # from one turn of the reference that is tried to the next
+# Sides of squares with the area of the pictures that are compared, in pixels.
+_SIDE, _COARSE = 128, 64
+_STEP = math.radians(5)  # between the turns of the reference that are tried
 _CANDIDATES = 3  # turns that are refined
-# Gauss-Newton steps for each candidate and for the best; one below so many pixels is the last.
+# Most Gauss-Newton steps for each candidate and for the best one; a step below so many pixels is
+# the last.
 _FIRST_STEPS, _STEPS, _CONVERGED = 6, 20, 0.02
 _ASPECT = 0.02  # share by which an image's aspect may differ from the training images'
-# A turn by more than is usual has to correlate better by so much: round parts look alike anyhow.
+# A turn beyond the usual range has to correlate better by the preference: round parts look alike in
+# any turn.
 _USUAL, _PREFERENCE = math.radians(15), 0.05
-_APART = 1 / 8  # of a side, from where on another place is far from the pose
-_ROUNDS = 3  # in which the reference becomes the mean of the aligned training images
+_APART = 1 / 8  # share of a side; a place that is farther away is another place than the pose
+_ROUNDS = 3  # in each, the reference becomes the mean of the aligned training images
 _LEAST_IMAGES = 8  # fewer don't show how far parts move
-# Of the training images, 95 % match what they have in common by so much at least (screws 0.95,
-# transistors 0.89, castings 0.69; cells 0.41, fabric 0.04), and an eighth of a side away by this
-# share of that at most (castings 0.69, hazelnuts 0.80, screws 0.84; drawn fabric 0.95, tile 0.98).
+# 95 % of training images correlate with the reference by at least the first (screws 0.95,
+# transistors 0.89, castings 0.69; but cells 0.41, fabric 0.04), and at another place by at most the
+# second share of that (castings 0.69, hazelnuts 0.80, screws 0.84; but drawn fabric 0.95, tile
+# 0.98). Where they don't, the images show a surface, which has no pose.
 _LEAST_CORRELATION, _ELSEWHERE = 0.55, 0.9
-_WORSE = 0.8  # of the training images' correlation is enough
-# Of the training images' range, and at least these radians and shares of width and height.
+_WORSE = 0.8  # share of the training images' correlation that is enough for a pose
+# Expected motions go beyond the training images' by this share of their range, and at least by so
+# many radians and shares of width and height.
 _MARGIN, _LEAST_MARGIN = 0.25, (math.radians(2), 0.02, 0.02)
 
 
@@ -57,17 +62,17 @@ class Motion(NamedTuple):
     y: float
 
     def after(self, first: Motion) -> Motion:
-        """The motion that another one and then this one make."""
+        """The motion `first` followed by this one, as one motion."""
         cos, sin = math.cos(self.turn), math.sin(self.turn)
         x, y = cos * first.x - sin * first.y, sin * first.x + cos * first.y
         return Motion(wrapped(self.turn + first.turn), x + self.x, y + self.y)
 
     def inverse(self) -> Motion:
-        """The way back."""
+        """The motion that undoes this one."""
         return Motion(-self.turn, 0.0, 0.0).after(Motion(0.0, -self.x, -self.y))
 
     def matrix(self, size: tuple[int, int]) -> NDArray[np.float64]:
-        """(2, 3) between the indices of pixels of pictures of (H, W), as OpenCV takes it."""
+        """OpenCV's matrix (2, 3) from and to pixel indices (x, y) of pictures of (H, W)."""
         cos, sin = math.cos(self.turn), math.sin(self.turn)
         x, y = (size[1] - 1) / 2, (size[0] - 1) / 2
         turned = np.array([[cos, -sin, x - cos * x + sin * y], [sin, cos, y - sin * x - cos * y]])
@@ -80,10 +85,9 @@ class Pose:
     """Pose of a part in an image.
 
     Attributes:
-        motion: from the part's coordinates to the image's, in original pixels.
+        motion: motion from the part's coordinates to the image's, in original pixels.
         size: (H0, W0) of the image.
-        reason: why the image isn't called good whatever its score; empty where nothing speaks
-            against it.
+        reason: reason for review whatever the image's score; empty for a trusted pose.
     """
 
     motion: Motion
@@ -91,9 +95,9 @@ class Pose:
     reason: str = ""
 
     def part(self, pixels: NDArray[Any], rows: slice, columns: slice) -> NDArray[Any]:
-        """Pixels (rows, columns, 3) of the image in the part's coordinates.
+        """Pixels (rows, columns, 3) of the image, moved into the part's coordinates.
 
-        Places outside the image get the value of its border.
+        Places outside the image get the value of the image's border.
 
         Args:
             pixels: the image (H0, W0, 3).
@@ -103,39 +107,30 @@ class Pose:
         return cut(pixels, self.motion, rows, columns, cv2.INTER_CUBIC, cv2.BORDER_REPLICATE)
 
     def shrunk(self, size: tuple[int, int]) -> Pose:
-        """The pose in the same image shrunk to (H, W)."""
+        """Pose of the same part in the image shrunk to (H, W)."""
         height, width = (new / old for new, old in zip(size, self.size, strict=True))
         turn, x, y = self.motion
         return replace(self, motion=Motion(turn, x * width, y * height), size=size)
 
-    def covers(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Mask (h, w) of the part's points that lie in the image.
-
-        Args:
-            x: the columns' places (w,), in original pixels from the corner of the part's frame.
-            y: the rows' places (h,), in the same unit.
-        """
-        points = self.in_image(np.stack(np.meshgrid(x, y), axis=2))
-        return np.asarray(((points >= 0) & (points < self.size[::-1])).all(axis=2))
-
     def in_image(self, points: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Points (…, 2) of the part, x and y from its frame's corner, in the image."""
+        """Image coordinates of points (…, 2) in the part's; (x, y) from the upper left corner."""
         return _at(self.motion, self.size, points)
 
     def in_part(self, points: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Points (…, 2) of the image, x and y from its corner, in the part's coordinates."""
+        """The part's coordinates of points (…, 2) in the image's; (x, y) from the corner."""
         return _at(self.motion.inverse(), self.size, points)
 
     def image(self, values: NDArray[np.float32], strip: slice) -> NDArray[np.float32]:
-        """Values in the part's coordinates, in some rows of the image.
+        """Values moved from the part's coordinates to some rows of the image.
 
         Args:
-            values: (H0, W0); NaN counts as unknown.
-            strip: the rows.
+            values: values (H0, W0) in the part's coordinates; NaN for unknown ones.
+            strip: rows of the image.
 
         Returns:
-            (rows, W0); NaN where nothing is known.
+            (rows, W0); NaN where most of the value is unknown.
         """
+        # Each value is a mean of the known values around its place, weighted by interpolation.
         known = np.isfinite(values).astype(np.float32)
         rows = slice(*strip.indices(self.size[0])[:2])
         weighted, weights = (
@@ -147,11 +142,9 @@ class Pose:
 
 
 def _at(motion: Motion, size: tuple[int, int], points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Points (…, 2) of a picture of (H, W), moved; x and y in pixels from its corner.
-
-    The matrix is between indices of pixels, whose centres lie at + 0.5.
-    """
+    """Points (…, 2) of a picture of (H, W), moved; x and y in pixels from the corner."""
     matrix = motion.matrix(size)
+    # The matrix takes pixel indices; the centre of pixel 0 lies at 0.5.
     return np.asarray((points - 0.5) @ matrix[:, :2].T + matrix[:, 2] + 0.5)
 
 
@@ -163,19 +156,25 @@ def cut(
     interpolation: int = cv2.INTER_LINEAR,
     border: int = cv2.BORDER_CONSTANT,
 ) -> NDArray[Any]:
-    """Rows and columns of a picture (H, W, …) that is moved by the inverse of a motion.
+    """Rows and columns of a picture that is moved by the inverse of a motion.
 
-    They may be more or fewer than the picture has.
+    Args:
+        values: the picture (H, W, …).
+        motion: motion from the result's coordinates to the picture's.
+        rows: rows of the result; may lie outside the picture's.
+        columns: columns of the result; may lie outside the picture's.
+        interpolation: OpenCV's kind of interpolation.
+        border: OpenCV's rule for places outside the picture.
     """
     matrix = motion.matrix(values.shape[:2])
     matrix[:, 2] += matrix[:, :2] @ (columns.start, rows.start)
     size = columns.stop - columns.start, rows.stop - rows.start
-    how = interpolation | cv2.WARP_INVERSE_MAP
-    return np.asarray(cv2.warpAffine(values, matrix, size, flags=how, borderMode=border))
+    flags = interpolation | cv2.WARP_INVERSE_MAP
+    return np.asarray(cv2.warpAffine(values, matrix, size, flags=flags, borderMode=border))
 
 
 def wrapped(turn: float) -> float:
-    """A turn between -π and π."""
+    """The same turn between -π and π, in radians."""
     return math.remainder(turn, math.tau)
 
 
@@ -187,14 +186,19 @@ def grey_picture(image: Image) -> Grey:
 
 
 def _sides(aspect: float, side: int) -> tuple[int, int]:
-    """Height and width of about a square's area, whose ratio is the aspect as nearly as can be."""
+    """Height and width with about the area of a square, and as nearly as possible an aspect H/W.
+
+    Args:
+        aspect: H/W.
+        side: side of the square in pixels.
+    """
     middle = side * math.sqrt(aspect)
     heights = range(max(8, math.floor(0.95 * middle)), max(9, math.ceil(1.05 * middle)))
     sizes = [(height, max(8, round(height / aspect))) for height in heights]
     return min(sizes, key=lambda size: (aspect_error(size, aspect), abs(size[0] - middle)))
 
 
-# Before training images say more.
+# Range of expected motions until training images narrow it.
 _LOWEST, _HIGHEST = Motion(-_USUAL, -math.inf, -math.inf), Motion(_USUAL, math.inf, math.inf)
 
 
@@ -203,11 +207,11 @@ class Reference:
     """Picture of the part, and the range of its poses in the training images.
 
     Attributes:
-        picture: (h, w) grey, mean 0 and norm 1.
-        rigid: True if parts turn, too; False if they only shift.
-        least: the correlation below which a pose counts as not found.
-        lowest: lowest motion that is expected: radians, and shares of width and height.
-        highest: highest motion that is expected, in the same units.
+        picture: grey picture (h, w) with mean 0 and norm 1.
+        rigid: True if parts turn and shift; False if they only shift.
+        least: correlation below which a pose counts as not found.
+        lowest: lowest expected motion: radians, and shares of width and height.
+        highest: highest expected motion, in the same units.
     """
 
     picture: Grey
@@ -236,16 +240,17 @@ class Reference:
         return Pose(in_pixels, image.size, self._doubt(share, correlation))
 
     def find(self, grey: Grey) -> tuple[Motion, float]:
-        """The part's motion in a grey picture of the reference's size, and the correlation."""
+        """The part's motion in a grey picture of the reference's size, and its correlation."""
         refined = [self._refined(grey, start, _FIRST_STEPS) for start in self._starts(grey)]
         best = max(refined, key=lambda fit: fit[1] - self._penalty(fit[0].turn))[0]
         return self._refined(grey, best, _STEPS)
 
     def _penalty(self, turn: float) -> float:
+        """Correlation taken off a turn outside the expected range."""
         return 0.0 if self.lowest.turn <= turn <= self.highest.turn else _PREFERENCE
 
     def _starts(self, grey: Grey) -> list[Motion]:
-        """Motions to refine: the best turns, far from each other, each at its best shift."""
+        """Motions to refine: the best turns, far from one another, each at its best shift."""
         rows, columns = self._coarse_size
         (height, width), turns = grey.shape, self._turns
         spectrum = np.fft.rfft2(_centred(grey, (rows, columns)))
@@ -256,8 +261,10 @@ class Reference:
         for _ in range(_CANDIDATES):
             best = int(values.argmax())
             y, x = divmod(int(fits[best].argmax()), columns)
+            # The correlation is periodic: a shift beyond half a side is one back.
             y, x = (y + rows // 2) % rows - rows // 2, (x + columns // 2) % columns - columns // 2
             starts.append(Motion(turns[best], x * width / columns, y * height / rows))
+            # The candidate and its neighbours, up to four steps away, are out.
             values[[abs(wrapped(turn - turns[best])) < 4.5 * _STEP for turn in turns]] = -np.inf
             if not np.isfinite(values).any():
                 break
@@ -265,15 +272,17 @@ class Reference:
 
     @cached_property
     def _coarse_size(self) -> tuple[int, int]:
+        """(h, w) of the pictures in which candidates are searched."""
         return _sides(self.picture.shape[0] / self.picture.shape[1], _COARSE)
 
     @cached_property
     def _turns(self) -> list[float]:
+        """Turns that are tried, in radians."""
         return [wrapped(i * _STEP) for i in range(72)] if self.rigid else [0.0]
 
     @cached_property
     def _spectra(self) -> NDArray[np.complex64]:
-        """Spectra of the small reference, turned each way; conjugate, for correlations."""
+        """Conjugate spectra (turns, h, w / 2 + 1) of the small reference in each turn."""
         small, size = _centred(self.picture, self._coarse_size), self._coarse_size
         turned = [
             cv2.warpAffine(small, Motion(turn, 0, 0).matrix(size), size[::-1])
@@ -283,7 +292,10 @@ class Reference:
 
     @cached_property
     def _solver(self) -> Grey:
-        """(2 or 3, h·w): the motion that a difference to the reference calls for."""
+        """Matrix (2 or 3, h·w) from a difference to the reference to the motion that explains it.
+
+        It is the pseudo-inverse of the derivatives of the reference by turn (if rigid), x and y.
+        """
         x, y = (cv2.Sobel(self.picture, cv2.CV_32F, *d, scale=1 / 8) for d in ((1, 0), (0, 1)))
         rows, columns = np.indices(self.picture.shape) - np.array(
             [(side - 1) / 2 for side in self.picture.shape]
@@ -291,10 +303,11 @@ class Reference:
         slopes = np.stack([y * columns - x * rows, x, y] if self.rigid else [x, y])
         flat, own = slopes.reshape(len(slopes), -1), self.picture.ravel()
         flat = flat - flat.mean(axis=1, keepdims=True)
-        flat = flat - np.outer(flat @ own, own)  # what light does isn't motion
+        flat = flat - np.outer(flat @ own, own)  # a change of contrast isn't a motion
         return np.asarray(np.linalg.pinv((flat @ flat.T).astype(np.float64)) @ flat, np.float32)
 
     def _refined(self, grey: Grey, motion: Motion, steps: int) -> tuple[Motion, float]:
+        """A motion refined by Gauss-Newton steps, at most `steps`, and its correlation."""
         for _ in range(steps):
             *turn, x, y = (self._solver @ (_moved(grey, motion) - self.picture).ravel()).tolist()
             step = Motion(turn[0] if turn else 0.0, x, y)
@@ -304,11 +317,11 @@ class Reference:
         return motion, float(np.vdot(_moved(grey, motion), self.picture))
 
     def elsewhere(self, grey: Grey, motion: Motion) -> float:
-        """Best correlation of the part far from its motion, as a share of that at its motion.
+        """Best correlation at another place than the part's, as a share of that at its place.
 
         Args:
-            grey: a picture of the reference's size.
-            motion: the part's motion in it, by `find`.
+            grey: grey picture of the reference's size.
+            motion: the part's motion in the picture, by `find`.
         """
         spectrum = np.fft.rfft2(_moved(grey, motion))
         fits = np.fft.irfft2(np.fft.rfft2(self.picture).conj() * spectrum, s=grey.shape)
@@ -316,7 +329,12 @@ class Reference:
         return float(fits[rows[:, None] | columns].max() / max(fits[0, 0], 1e-6))
 
     def _doubt(self, share: Motion, correlation: float) -> str:
-        """The reason for which a pose isn't trusted, for a person; empty where it is."""
+        """Reason not to trust a pose, for a person; empty for a trusted one.
+
+        Args:
+            share: motion in radians and shares of width and height.
+            correlation: correlation of the part with the reference.
+        """
         if correlation < self.least:
             return (
                 "the part's pose can't be found: it matches the training images by "
@@ -335,17 +353,18 @@ class Reference:
         )
 
     def tensors(self) -> dict[str, NDArray[Any]]:
-        """Everything that has to be saved, by name."""
+        """Arrays to save, by name."""
         bounds = np.array([self.lowest, self.highest])
         return {"picture": self.picture, "least": np.array(self.least), "bounds": bounds}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, NDArray[Any]], *, rigid: bool) -> Reference:
-        """The reference whose `tensors` were saved."""
+        """The reference of saved `tensors`."""
         lowest, highest = (Motion(*row) for row in tensors["bounds"].tolist())
         return cls(tensors["picture"], rigid, float(tensors["least"]), lowest, highest)
 
 
+# Of turn, x and y: phrase, unit and factor to the unit, for messages.
 _AXES = (
     ("turned by {}", "°", math.degrees(1)),
     ("shifted by {} of the image's width", " %", 100.0),
@@ -354,37 +373,40 @@ _AXES = (
 
 
 def _moved(grey: Grey, motion: Motion) -> Grey:
-    """A grey picture in the part's coordinates, normed."""
+    """A grey picture moved into the part's coordinates, with mean 0 and norm 1."""
     rows, columns = (slice(0, side) for side in grey.shape)
     return _normed(cut(grey, motion, rows, columns, border=cv2.BORDER_REPLICATE))
 
 
 def _normed(picture: Grey) -> Grey:
     """A picture with mean 0 and norm 1."""
-    apart = picture - picture.mean()
-    return np.asarray(apart / (np.linalg.norm(apart) + 1e-6), np.float32)
+    centred = picture - picture.mean()
+    return np.asarray(centred / (np.linalg.norm(centred) + 1e-6), np.float32)
 
 
 def _centred(grey: Grey, size: tuple[int, int]) -> Grey:
-    """A picture made smaller, its border about 0, so that a turned one ends nowhere."""
+    """A picture reduced to (h, w), less its border's median, with mean 0 and norm 1.
+
+    Its border then differs little from the 0 beyond it, so that a turned picture gets no edges.
+    """
     small = cv2.resize(grey, size[::-1], interpolation=cv2.INTER_AREA)
     border = np.concatenate([small[0], small[-1], small[:, 0], small[:, -1]])
     return _normed(small - np.median(border))
 
 
 def learn(pictures: Sequence[Grey], *, rigid: bool) -> tuple[Reference, int]:
-    """The reference for poses in further images, made of training images.
+    """Reference for poses in further images, made of training images.
 
     Args:
-        pictures: grey pictures (h, w) of training images, by `grey_picture`; one of another shape
-            than most counts as no match.
-        rigid: True if parts turn, too; False if they only shift.
+        pictures: grey pictures (h, w) of training images, by `grey_picture`; a picture of another
+            shape than most counts as one that doesn't match.
+        rigid: True if parts turn and shift; False if they only shift.
 
     Returns:
-        The reference, and the index of the image in whose coordinates parts are seen.
+        The reference, and the index of the image in whose coordinates all parts are seen.
 
     Raises:
-        DataError: there are no images, or they show no part that lies in each of them.
+        DataError: there are no images, or no part lies in all of them.
     """
     shapes = [picture.shape for picture in pictures]
     if not shapes:
@@ -397,6 +419,7 @@ def learn(pictures: Sequence[Grey], *, rigid: bool) -> tuple[Reference, int]:
         motions, fits = _motions(reference, greys)
         middle = _middle(motions, fits, shape)
         back = motions[middle].inverse()
+        # Images that match badly would blur the mean.
         alike = np.flatnonzero(fits >= np.median(fits) - 2 * _PREFERENCE)
         mean = np.mean([_moved(greys[i], motions[i].after(back)) for i in alike], axis=0)
         reference = Reference(_normed(mean), rigid)
@@ -420,29 +443,40 @@ def learn(pictures: Sequence[Grey], *, rigid: bool) -> tuple[Reference, int]:
 def _motions(
     reference: Reference, greys: Sequence[Grey]
 ) -> tuple[list[Motion], NDArray[np.float64]]:
-    """The part's motion in each picture, and the correlations (N,)."""
+    """The part's motions in N grey pictures, and the correlations (N,)."""
     motions, fits = zip(*map(reference.find, greys), strict=True)
     return list(motions), np.array(fits)
 
 
 def _middle(motions: Sequence[Motion], fits: NDArray[np.float64], shape: tuple[int, ...]) -> int:
-    """Index of the image whose part lies nearest to the mean pose, of those that show it well."""
+    """Index of the image with the pose nearest to the mean, among the better half by correlation.
+
+    Args:
+        motions: the part's motions in N pictures.
+        fits: correlations (N,).
+        shape: (h, w) of the pictures.
+    """
     turns = np.exp(1j * np.array([motion.turn for motion in motions]))
     shifts = np.array([complex(motion.x, motion.y) for motion in motions])
-    centre = -np.mean(shifts / turns)  # of all parts, in the coordinates of the reference
+    # The point of the reference that lies nearest to the middles of the pictures, on average.
+    centre = -np.mean(shifts / turns)
     away = np.abs(turns * centre + shifts)
-    if abs(turns.mean()) > 0.9:  # they all lie about one way
+    if abs(turns.mean()) > 0.9:  # else the parts lie in all directions, and there is no mean turn
         away += np.abs(np.angle(turns / turns.mean())) * min(shape) / 2
     return int(np.argmin(np.where(fits >= np.median(fits), away, np.inf)))
 
 
 def _bounds(motions: NDArray[np.float64]) -> tuple[Motion, Motion]:
-    """The lowest and highest motions to expect, beyond those of the training images (N, 3)."""
+    """Lowest and highest expected motions: those of the training images, and a margin.
+
+    Args:
+        motions: motions (N, 3) of training images: radians, and shares of width and height.
+    """
     low, high = motions.min(axis=0), motions.max(axis=0)
     margin = np.maximum(_MARGIN * (high - low), _LEAST_MARGIN)
     low, high = low - margin, high + margin
     if len(motions) < _LEAST_IMAGES:
         low[:], high[:] = -math.inf, math.inf
-    elif high[0] - low[0] > math.pi:
+    elif high[0] - low[0] > math.pi:  # parts lie in any direction
         low[0], high[0] = -math.inf, math.inf
     return Motion(*low), Motion(*high)

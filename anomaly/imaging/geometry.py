@@ -1,14 +1,13 @@
-"""Geometry of the network's input: its pixels' places in the original image, and its region.
+"""Geometry of the network's input: places of its pixels in the original image, and its region.
 
-An image reaches the network resized and perhaps cropped. A `View` remembers both, axis by axis, so
-that a patch score finds its original pixels again. A `Region` says which original pixels count, and
-so which patches. Imports no torch: decoding processes use it.
+An image reaches the network resized and perhaps cropped. A `View` records both, axis by axis, so
+that each patch score is drawn over its original pixels. A `Region` tells which original pixels
+count, and so which patches. Imports no torch: decoding processes use it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -21,18 +20,18 @@ from anomaly.errors import DataError
 from anomaly.imaging.alignment import Pose
 from anomaly.imaging.read import aspect_error
 
-# Share by which an image's aspect may be off where all need one grid.
+# Share by which an image's aspect may differ for a method that needs one grid of all images.
 ASPECT_TOLERANCE = 0.1
-# What the network and the maps cost grows with the square of the longer side: a picture of 1×100000
-# pixels, brought to the area of any other, would take 49 GiB.
+# Limits of the ratio of the sides, and of a side of the network's input in pixels. Network and maps
+# cost the square of the longer side: an image of 1×100000 pixels, brought to the area of any other,
+# would take 49 GiB.
 _THINNEST = 64
 _LONGEST_INPUT = 8192
 
 Mask = NDArray[np.bool_]
 Polygon = tuple[tuple[float, float], ...]
 
-# A patch counts when at least this share of it is inside.
-_COUNTS = 0.5
+_COUNTS = 0.5  # share of a patch that must lie inside the region for the patch to count
 _PICTURE_TOLERANCE = 0.02  # share by which an image's aspect may differ from its mask's
 _STRIP = 1024  # rows whose masks are in memory at once
 
@@ -43,7 +42,7 @@ def is_strip(size: tuple[int, int]) -> bool:
 
 
 def check_shape(size: tuple[int, int]) -> None:
-    """Refuse an image of (H0, W0) that is a mere line.
+    """Refuse an image of (H0, W0) pixels that `is_strip`.
 
     Raises:
         DataError: one side is more than `_THINNEST` times the other.
@@ -62,11 +61,11 @@ class AxisView:
     Coordinates are continuous with pixel centres at +0.5, so that resizing is a pure scaling.
 
     Attributes:
-        source: original pixels that are taken.
-        resized: pixels after resizing, before the crop.
+        source: number of original pixels.
+        resized: number of pixels after resizing, before the crop.
         offset: first pixel of the crop, in resized pixels.
-        size: pixels that the network sees.
-        start: the first original pixel that is taken; not 0 in tiles only.
+        size: number of pixels that the network sees.
+        start: first original pixel; other than 0 only in tiles.
     """
 
     source: int
@@ -77,22 +76,22 @@ class AxisView:
 
     @property
     def stop(self) -> int:
-        """The original pixel after the last one taken."""
+        """The original pixel behind the last one."""
         return self.start + self.source
 
     def to_network(self, position: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-        """Original coordinates as network coordinates (may lie outside [0, size])."""
+        """Network coordinates of original coordinates; they may lie outside [0, size]."""
         scaled = (position - self.start) * (self.resized / self.source)
         return np.asarray(scaled - self.offset, np.float64)
 
     def to_source(self, position: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Network coordinates as original coordinates."""
+        """Original coordinates of network coordinates."""
         return self.start + (position + self.offset) * (self.source / self.resized)
 
     def visible(self) -> slice:
         """The original pixels whose centres the network sees."""
         inside = self.to_network(np.arange(self.start, self.stop) + 0.5)
-        # A centre on the crop's very edge is in at its start and out at its end.
+        # A centre exactly on the crop's edge is inside at the start, outside at the end.
         kept = np.flatnonzero((inside > -1e-9) & (inside < self.size - 1e-9)) + self.start
         return slice(int(kept[0]), int(kept[-1]) + 1)
 
@@ -102,17 +101,17 @@ Axis: TypeAlias = tuple[AxisView, ...]
 
 @dataclass(frozen=True)
 class View:
-    """The rendering of an image as the network's input: whole, or in tiles if it is large.
+    """Geometry from an image to the network's input: the whole image, or tiles of a large one.
 
     Tiles have equal size and are taken row by row; the patch grid of each is one block of the
-    mosaic that stands for the whole image. Where the part's pose was found, rows and columns are of
-    the part's coordinates, in which all images of one size have equal views; the way back to the
-    image's own is `pose`.
+    mosaic that stands for the whole image. With alignment, rows and columns lie in the part's
+    coordinates, in which all images of one size have equal views; `pose` leads back to the image's
+    own coordinates.
 
     Attributes:
-        rows: extents along the image's height, in order; one, or those of tiles, which overlap.
-        columns: along its width.
-        pose: pose of the part; None where the image is seen as it is.
+        rows: axis of the height; several for tiles, which overlap, from top to bottom.
+        columns: axis of the width; several for tiles, from left to right.
+        pose: pose of the part; None without alignment.
     """
 
     rows: Axis
@@ -121,7 +120,7 @@ class View:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(H, W) of the network's input, of each tile."""
+        """(H, W) of the network's input; with tiles, of each."""
         return self.rows[0].size, self.columns[0].size
 
     @property
@@ -136,19 +135,17 @@ class View:
 
     @property
     def whole(self) -> bool:
-        """True if the network sees all of the image at once."""
+        """True for an image without tiles."""
         return len(self.rows) == len(self.columns) == 1
 
-    def tiles(self) -> Iterator[tuple[int, int, View]]:
-        """Row, column and view of each tile."""
-        for i, rows in enumerate(self.rows):
-            for j, columns in enumerate(self.columns):
-                yield i, j, View((rows,), (columns,), self.pose)
+    def tile_at(self, row: int, column: int) -> View:
+        """View of one tile."""
+        return View((self.rows[row],), (self.columns[column],), self.pose)
 
     def shrunk(self, times: float) -> View:
-        """The view of the same image with at most so many times the network's pixels on an axis.
+        """View of the image reduced until one axis has `times` as many pixels as its input.
 
-        The other axis has as many or more, for the image keeps its aspect. An image that is smaller
+        The image keeps its aspect, so the other axis has as many or more. An image that is smaller
         or cut into tiles keeps its size.
         """
         pair = self.rows[0], self.columns[0]
@@ -165,14 +162,14 @@ class Sizing:
     """The rule that gives every image its view.
 
     Attributes:
-        resize: both sides in pixels, aspect not kept; None keeps the aspect.
+        resize: length of both sides in pixels, aspect not kept; None keeps the aspect.
         crop: side of the centred square cut out of the resized image; None keeps all of it.
-        area: side of the square whose area a kept-aspect image gets.
-        multiple: kept-aspect sides are rounded to a multiple of this: of the coarsest hooked
-            layer's stride, so that its grid fits.
-        aspect: H/W that all images have to have, give or take `ASPECT_TOLERANCE`; None for any.
-        tile: side of the square tiles that a large image is cut into, in original pixels; each is
-            then seen at `area`. None sees every image as a whole.
+        area: side of the square whose area an image gets that keeps its aspect.
+        multiple: stride of the coarsest hooked layer; sides are rounded to multiples of it, so that
+            the layer's grid fits. Not with `resize`.
+        aspect: H/W that all images must have within `ASPECT_TOLERANCE`; None for any.
+        tile: side of the square tiles that a large image is cut into, in original pixels; each
+            tile is seen at `area`. None sees every image as a whole.
         overlap: least overlap of neighbouring tiles, in original pixels.
     """
 
@@ -197,8 +194,8 @@ class Sizing:
         """The view of an image of (H0, W0) pixels.
 
         Raises:
-            DataError: it is too thin, the network's input would be too long, or its aspect isn't
-                that of the others, and has to be.
+            DataError: the image is too thin, its network input would be too long, or its aspect
+                isn't `aspect`.
         """
         if self.tile is not None:
             return View(self._tiles(source[0], self.tile), self._tiles(source[1], self.tile))
@@ -219,7 +216,11 @@ class Sizing:
         return View((axes[0],), (axes[1],))
 
     def _accepted(self, source: tuple[int, int]) -> float:
-        """H/W that an image is brought to."""
+        """H/W of the network's input.
+
+        Raises:
+            DataError: the image's own aspect differs from `aspect`.
+        """
         if self.aspect is None:
             return source[0] / source[1]
         error = aspect_error(source, self.aspect)
@@ -232,14 +233,16 @@ class Sizing:
         return self.aspect
 
     def _kept_aspect(self, aspect: float) -> tuple[int, int]:
+        """(H, W) of the network's input for an aspect H/W."""
         root = math.sqrt(aspect)
         return self._rounded(self.area * root), self._rounded(self.area / root)
 
     def _rounded(self, side: float) -> int:
+        """A side in pixels, rounded to a multiple of `multiple`, at least one."""
         return max(1, round(side / self.multiple)) * self.multiple
 
     def _tiles(self, length: int, tile: int) -> Axis:
-        """Tiles of one size, as few as cover an axis, spread evenly."""
+        """Tiles of one size, as few as cover an axis of `length` pixels, spread evenly."""
         side = min(tile, length)
         step = tile - self.overlap
         count = 1 + max(0, math.ceil((length - tile) / step))
@@ -254,7 +257,7 @@ def patch_size(view: View, grid: tuple[int, ...]) -> tuple[float, float]:
 
     Args:
         view: the image's view.
-        grid: (h, w) of its patches; of the whole mosaic where there are tiles.
+        grid: (h, w) of the patches; with tiles, of their mosaic.
     """
     height, width = (
         len(pieces) * pieces[0].size / count * pieces[0].source / pieces[0].resized
@@ -264,15 +267,15 @@ def patch_size(view: View, grid: tuple[int, ...]) -> tuple[float, float]:
 
 
 def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArray[np.float32]:
-    """The network's input for one image: the only place where pixels are resized.
+    """The network's input for an image or a tile: the only place where its pixels are resized.
 
     Each axis is averaged over area when it shrinks and interpolated when it grows, on its own:
     OpenCV's area mode silently becomes plain sampling as soon as either axis grows.
 
     Args:
-        pixels: (H0, W0, 3) RGB of any depth.
+        pixels: image (H0, W0, 3) RGB of any depth.
         full_scale: the pixel value that means 1.0.
-        view: made for an image of this size, or one of its tiles.
+        view: view of the whole image, or of one tile.
 
     Returns:
         (H, W, 3) float32 RGB in [0, 1].
@@ -296,7 +299,7 @@ def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArra
 
 
 def resampling_matrix(axis: AxisView) -> NDArray[np.float32]:
-    """Matrix (size, source) of what `render` does along one axis of a whole image."""
+    """Matrix (size, source) by which `render` resizes and crops one axis of a whole image."""
     identity = np.eye(axis.source, dtype=np.float32)
     area = axis.resized <= axis.source
     return _resize(identity, axis.resized, axis.source, area=area)[axis.offset :][: axis.size]
@@ -305,6 +308,14 @@ def resampling_matrix(axis: AxisView) -> NDArray[np.float32]:
 def _resize(
     image: NDArray[np.float32], height: int, width: int, *, area: bool
 ) -> NDArray[np.float32]:
+    """An image (H, W) or (H, W, 3) resized to (height, width).
+
+    Args:
+        image: the image.
+        height: height of the result.
+        width: width of the result.
+        area: average over areas, for axes that shrink; else interpolate.
+    """
     if image.shape[:2] == (height, width):
         return image
     how = cv2.INTER_AREA if area else cv2.INTER_LINEAR
@@ -313,12 +324,11 @@ def _resize(
 
 @dataclass(frozen=True, eq=False)
 class Polygons:
-    """A shape drawn by its corners.
+    """Shape of one or several polygons; their union, where they overlap.
 
     Attributes:
         corners: corners (x, y) of each polygon, as shares of the image's width and height, (0, 0)
-            at its upper left; what is inside an odd number of a polygon's lines is inside it, and
-            polygons add up.
+            at the upper left. Of a polygon that crosses itself, an area enclosed twice is outside.
     """
 
     corners: tuple[Polygon, ...]
@@ -335,10 +345,10 @@ class Polygons:
 
 @dataclass(frozen=True, eq=False)
 class DrawnMask:
-    """A shape drawn as a picture; images of another size but its aspect are covered by it, too.
+    """Shape of a mask picture, stretched over images of its aspect.
 
     Attributes:
-        pixels: (H, W), True inside.
+        pixels: mask (H, W), True inside.
     """
 
     pixels: Mask
@@ -380,46 +390,44 @@ class Region:
 
         Args:
             size: (H0, W0) of the image.
-            strip: the rows of the mask.
+            strip: rows of the image.
 
         Returns:
-            (rows, W0), True where a pixel counts.
+            Mask (rows, W0), True where a pixel counts.
 
         Raises:
             DataError: the shapes don't fit an image of this size.
         """
-        top, bottom, _ = strip.indices(size[0])
-        if self.look is None:
-            mask = np.ones((bottom - top, size[1]), dtype=bool)
-        else:
-            mask = self.look.inside(size, strip)
+        rows = len(range(*strip.indices(size[0])))
+        mask = self.look.inside(size, strip) if self.look else np.ones((rows, size[1]), np.bool_)
         return mask if self.ignore is None else mask & ~self.ignore.inside(size, strip)
 
 
 def counted(region: Region | None, layout: View, grid: tuple[int, int]) -> Mask:
-    """Mask (h, w) of an image's patches that count; of the whole mosaic if it is tiled.
+    """Mask (h, w) of an image's patches that count; with tiles, of their mosaic.
 
-    A patch counts when at least half of its original pixels lie in the region and, where the part
-    was moved, its middle lies in the photograph.
+    A patch counts when at least half of its original pixels lie in the region and, with alignment,
+    its middle lies in the photograph.
 
     Args:
-        region: the original pixels that count; None for all.
-        layout: the image's view, with its part's pose if that was found.
-        grid: (h, w) of the network's patches; of one tile, where there are several.
+        region: region of the image that counts; None for the whole image.
+        layout: view of the image, with the part's pose.
+        grid: (h, w) of the patches; with tiles, of one tile.
 
     Raises:
         DataError: the region's shapes don't fit such an image, or no patch counts.
     """
-    down, across = (
-        np.mean(_edges(pieces, count), axis=0)
-        for pieces, count in zip(layout.axes, grid, strict=True)
+    rows, columns = (
+        patch_edges(pieces, patches).mean(axis=0)
+        for pieces, patches in zip(layout.axes, grid, strict=True)
     )
-    mask: Mask = np.ones((len(down), len(across)), np.bool_)
+    mask: Mask = np.ones((len(rows), len(columns)), np.bool_)
     if region is not None:
         mask = _patches(region, layout, grid)
     pose = layout.pose
     if pose is not None:
-        mask = mask & pose.covers(across, down)
+        middles = pose.in_image(np.stack(np.meshgrid(columns, rows), axis=2))
+        mask = mask & ((middles >= 0) & (middles < pose.size[::-1])).all(axis=2)
         if not mask.any():
             raise DataError(
                 pose.reason or "all of the region to look at lies outside the photograph"
@@ -428,11 +436,11 @@ def counted(region: Region | None, layout: View, grid: tuple[int, int]) -> Mask:
 
 
 def beyond(region: Region, layout: View) -> tuple[float, float]:
-    """Pixels (across, down) that a region reaches beyond the photograph; 0 or less if none.
+    """Pixels (across, down) by which a region reaches beyond the photograph; 0 or less if inside.
 
     Args:
-        region: the original pixels that count.
-        layout: the image's view, with its part's pose if that was found.
+        region: region of the part that counts.
+        layout: view of the image, with the part's pose; without one, the region lies inside.
     """
     if layout.pose is None:
         return 0.0, 0.0
@@ -443,7 +451,7 @@ def beyond(region: Region, layout: View) -> tuple[float, float]:
 
 @lru_cache(maxsize=32)
 def _ends(region: Region, size: tuple[int, int]) -> NDArray[np.float64]:
-    """X and y of the first and the last pixel of each row of a region: all others lie between."""
+    """First and last pixel (x, y) of each row of a region; no other pixel lies farther out."""
     inside = region.inside(size)
     rows = np.flatnonzero(inside.any(axis=1))
     first, last = inside.argmax(axis=1), size[1] - 1 - inside[:, ::-1].argmax(axis=1)
@@ -452,9 +460,10 @@ def _ends(region: Region, size: tuple[int, int]) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=32)
 def _patches(region: Region, layout: View, grid: tuple[int, int]) -> Mask:
+    """Mask (h, w) of the patches of which half lies in a region; the arguments are `counted`'s."""
     size = layout.source
     (above, below), (left, right) = (
-        _edges(pieces, count) for pieces, count in zip(layout.axes, grid, strict=True)
+        patch_edges(pieces, patches) for pieces, patches in zip(layout.axes, grid, strict=True)
     )
     covered = np.zeros((len(above), len(left)))
     for start in range(0, size[0], _STRIP):
@@ -463,6 +472,7 @@ def _patches(region: Region, layout: View, grid: tuple[int, int]) -> Mask:
         across = _sums(inside, left, right)  # (rows, w)
         within = [np.clip(edge - start, 0, len(inside)) for edge in (above, below)]
         covered += _sums(across.T, *within).T
+    # The tolerance lets a patch count of which exactly half is inside, despite rounding.
     counts = covered >= _COUNTS * np.outer(below - above, right - left) - 1e-6
     if not counts.any():
         raise DataError(
@@ -472,10 +482,17 @@ def _patches(region: Region, layout: View, grid: tuple[int, int]) -> Mask:
     return counts
 
 
-def _edges(pieces: Axis, patches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """First and last place of each patch along an axis, in original pixels, piece after piece."""
-    edges = [p.to_source(np.linspace(0.0, p.size, patches + 1)) for p in pieces]
-    return np.concatenate([e[:-1] for e in edges]), np.concatenate([e[1:] for e in edges])
+def patch_edges(pieces: Axis, patches: int) -> NDArray[np.float64]:
+    """First and last places (2, n) of the patches along an axis, in original pixels.
+
+    Args:
+        pieces: one axis of a view; its tiles follow one another.
+        patches: number of patches; with tiles, of each.
+    """
+    edges = [piece.to_source(np.linspace(0.0, piece.size, patches + 1)) for piece in pieces]
+    return np.stack(
+        [np.concatenate([e[:-1] for e in edges]), np.concatenate([e[1:] for e in edges])]
+    )
 
 
 def _sums(
@@ -494,7 +511,9 @@ def _sums(
 
 
 def _filled(points: NDArray[np.float64], y: NDArray[np.floating[Any]], width: int) -> Mask:
-    """Mask (h, width) of the pixel centres that lie right of an odd number of a polygon's lines.
+    """Mask (h, width) of the pixel centres inside a polygon.
+
+    A centre is inside if it lies to the right of an odd number of the polygon's lines.
 
     Args:
         points: the polygon's corners (N, 2), x and y in pixels.

@@ -1,7 +1,7 @@
 """Images -> network inputs: loading, batches, tiles and turned copies. Imports no torch.
 
-There are eight ways to lay a picture: quarter turns anticlockwise, 0 to 3, and 4 to 7, the same of
-the picture mirrored left to right.
+A picture is turned in one of eight ways: 0 to 3 are its quarter turns anticlockwise, 4 to 7 the
+quarter turns of the picture mirrored left to right.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,10 +31,10 @@ from anomaly.imaging.read import (
     read_image,
 )
 
-# Pixels of a large image's network input: none, its tiles have them.
+# Pixels of a large image's network input: none, as the pixels of its tiles are rendered later.
 NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
 
-# An incomplete batch waits for so many batches' worth of images.
+# An incomplete batch waits until so many batches' worth of later images have been loaded.
 _SPAN = 4
 
 # A batch goes when it holds so many bytes of decoded images: arrays stay with their inputs.
@@ -43,21 +44,21 @@ _HELD_BYTES = 256 * 1024**2
 _TURN_ROWS = 1 << 16
 
 _LOOK_SIDE = 16  # areas along a side of a thumbnail
-_DENSE = 256  # pixels of the shorter side that are looked at: more change nothing
+_DENSE = 256  # pixels along the shorter side from which a thumbnail is made: more change nothing
 
 _Value = TypeVar("_Value", bound=np.generic)
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The way from files to network inputs; travels with the model.
+    """Preprocessing from files to network inputs; it travels with the model.
 
     Attributes:
-        sizing: the rule that gives each image its view.
+        sizing: rule that gives each image its view.
         decoding: limits and depth of decoding.
-        region: the original pixels that count, None for all; an image that it doesn't fit is
-            refused.
-        reference: finds the part's pose in each image; None where images are seen as they are.
+        region: region of each image that counts; None for the whole image. An image that it
+            doesn't fit is refused.
+        reference: finds the part's pose in each image; None without alignment.
     """
 
     sizing: Sizing
@@ -68,13 +69,13 @@ class Preprocessing:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """Looks of a picture: enough to recognise it, and its near copies.
+    """Facts by which a picture and its near copies are recognised.
 
     Attributes:
-        picture: sha256 of its pixels in hex, equal for equal pictures in any lossless files.
+        picture: sha256 of the pixels in hex, equal for equal pictures in any lossless files.
         thumbnail: (256,) grey levels, of 255, of 16×16 areas, less their mean. Compression and
             noise hardly change them.
-        brightest: the highest value of a file of 16 bits, of full scale; None for others.
+        brightest: highest value of a 16-bit file as a share of full scale; None for other files.
     """
 
     picture: str
@@ -87,17 +88,17 @@ class NetworkInput:
     """One image, ready for the network.
 
     Attributes:
-        index: its place in the list of files.
+        index: place in the list of images.
         sha256: hex digest of the file's bytes.
-        view: the view by which `pixels` was made; a large image's tiles are still to be made.
-        pixels: (H, W, 3) float32 RGB in [0, 1]; empty where `view` has tiles.
-        render: makes one more view of it.
+        view: the view by which `pixels` was rendered; with tiles, the view of all.
+        pixels: (H, W, 3) float32 RGB in [0, 1]; empty if `view` has tiles.
+        render: renders another view of the image.
         path: the file; None for pixels that came from memory.
-        image: the decoded file; None where another process has it.
+        image: the decoded file; None if it stayed in another process.
         tile: row and column of this tile; (0, 0) for a whole image.
-        whole: the view that this tile belongs to; None for a whole image.
+        whole: view of all tiles; None for a whole image.
         turn: way in which the rendered pixels were turned, 0 to 7, see `turned`.
-        look: looks of the image; None where nobody asked for them.
+        look: look of the image; None unless it was asked for.
     """
 
     index: int
@@ -114,23 +115,27 @@ class NetworkInput:
 
     @property
     def name(self) -> str:
-        """Name of the image in messages: its path, or its number."""
+        """Name of the image in messages: its path, or its index."""
         return described(self.index, self.path)
 
     @property
     def decoded(self) -> Image:
-        """The decoded file, of an image that was loaded in this process."""
+        """The decoded file.
+
+        Raises:
+            ValueError: another process has it.
+        """
         if self.image is None:
             raise ValueError(f"image {self.index} was decoded in another process")
         return self.image
 
     @property
     def layout(self) -> View:
-        """View of the image, not just of this tile."""
+        """View of the whole image, also of a tile."""
         return self.whole or self.view
 
     def in_part(self) -> NetworkInput:
-        """The input and its decoded file in the part's coordinates, and so without a pose."""
+        """The same input without a pose: its decoded image is moved into the part's coordinates."""
         pose = self.view.pose
         if pose is None:
             return self
@@ -140,27 +145,30 @@ class NetworkInput:
         return replace(self, view=view, image=image, render=partial(paint, self.name, image))
 
     def tiles(self, batch_size: int) -> Iterator[list[NetworkInput]]:
-        """The tiles of a large image, rendered a batch at a time; itself where it has none."""
+        """Tiles of a large image, rendered a batch at a time; the image itself if it has none."""
         if self.view.whole:
             yield [self]
             return
-        whole = self.view
-        tiles = list(whole.tiles())
-        for start in range(0, len(tiles), batch_size):
-            yield [
-                replace(self, view=view, pixels=self.render(view), tile=(row, column), whole=whole)
-                for row, column, view in tiles[start : start + batch_size]
-            ]
+        rows, columns = self.view.axes
+        places = list(product(range(len(rows)), range(len(columns))))
+        for start in range(0, len(places), batch_size):
+            yield [self.tile_at(*place) for place in places[start : start + batch_size]]
+
+    def tile_at(self, row: int, column: int) -> NetworkInput:
+        """One tile of a large image, rendered."""
+        view = self.view.tile_at(row, column)
+        pixels = self.render(view)
+        return replace(self, view=view, pixels=pixels, tile=(row, column), whole=self.view)
 
 
 @dataclass(frozen=True)
 class UnusableImage:
-    """One file that couldn't be used.
+    """An image that can't be used.
 
     Attributes:
-        index: its place in the list of files.
-        status: `unreadable`, `unsupported`, or `failed` when it took decoding processes down,
-            met a mistake of this program, or got a score that isn't a finite number.
+        index: place in the list of images.
+        status: `unreadable`, `unsupported`, or `failed`: it crashed decoding processes, met a bug
+            of this program, or got a score that isn't a finite number.
         reason: a sentence for a person that names the file and its fault.
     """
 
@@ -170,10 +178,10 @@ class UnusableImage:
 
 
 def size_of(path: Path) -> tuple[int, int] | None:
-    """(H0, W0) of an image as its file says; None where it can't be used."""
+    """(H0, W0) of an image by its file's header; None if the file can't be used."""
     try:
         return read_header(path).size
-    except ImageError:  # loading will say so
+    except ImageError:  # loading the image gives the reason
         return None
 
 
@@ -184,13 +192,13 @@ def load(
     *,
     looks: bool = False,
 ) -> NetworkInput | UnusableImage:
-    """Decode and render one image. Whatever happens on the way, it is this image's alone.
+    """Decode and render one image; any error on the way makes it an unusable image.
 
     Args:
-        index: its place in the list of images.
-        source: the file, its bytes, or pixels that needn't be decoded.
-        loading: the way to the network's input.
-        looks: True to add the image's `Look`.
+        index: place in the list of images.
+        source: the file, its bytes, or pixels.
+        loading: preprocessing to the network's input.
+        looks: add the image's `Look`.
     """
     name, path = described(index, source), source if isinstance(source, Path) else None
     try:
@@ -206,24 +214,35 @@ def load(
         pixels = render(view) if view.whole else NO_PIXELS
         look = look_of(image) if looks else None
         return NetworkInput(index, image.sha256, view, pixels, render, path, image, look=look)
-    except Exception as error:  # a shift mustn't end because of one image
+    except Exception as error:  # one image mustn't end a shift
         return to_unusable(index, name, error)
 
 
 def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage:
-    """The refusal of an image that has led to an error; `failed` where nobody has foreseen it."""
+    """The unusable image of an error; its status is `failed` for an error nobody has foreseen.
+
+    Args:
+        index: place in the list of images.
+        name: name of the image in messages.
+        error: error that the image has caused.
+    """
     if isinstance(error, ImageError):
         return UnusableImage(index, error.status, str(error))
     if isinstance(error, DataError):
         return UnusableImage(index, "unsupported", f"{name}: {error}")
     if is_out_of_memory(error):
         return UnusableImage(index, "unsupported", f"{name}: {out_of_memory()}")
-    what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-    return UnusableImage(index, "failed", f"{name}: {what}")
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    return UnusableImage(index, "failed", f"{name}: {reason}")
 
 
 def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
-    """Render a view of an image: (H, W, 3) float32 RGB in [0, 1].
+    """A view of an image, rendered: (H, W, 3) float32 RGB in [0, 1].
+
+    Args:
+        name: name of the image in messages.
+        image: the decoded image.
+        view: view of the image, or of one of its tiles.
 
     Raises:
         ImageError: `unsupported`: the image is too large for the memory, or for OpenCV.
@@ -246,24 +265,23 @@ def inspectable(
     *,
     learned: bool = False,
 ) -> Iterator[NetworkInput | UnusableImage]:
-    """Refuse images none of whose patches lie inside a region, each before it joins a batch.
+    """Loaded images; an image without a patch inside the region becomes an unusable one.
 
     Args:
-        items: loaded images; those refused already pass through.
-        grid: gives (h, w) of the patches for (H, W) of a network input.
-        region: the original pixels that count; None lets all images pass.
-        learned: True refuses images with a doubtful pose as well: nothing is learned from them.
+        items: loaded and unusable images.
+        grid: (H, W) of a network input -> (h, w) of its patches.
+        region: region of each image that counts; None lets all images pass.
+        learned: refuse images with a doubtful pose as well: nothing is learned from them.
     """
-    grids: dict[tuple[int, int], tuple[int, int]] = {}
+    grid = cache(grid)  # it runs the network
     for item in items:
         if isinstance(item, NetworkInput):
-            pose, size = item.view.pose, item.view.size
+            pose = item.view.pose
             try:
                 if learned and pose is not None and pose.reason:
                     raise DataError(pose.reason)
                 if region is not None:
-                    grids[size] = grids.get(size) or grid(size)
-                    counted(region, item.layout, grids[size])  # raises where none counts
+                    counted(region, item.layout, grid(item.view.size))  # raises if none counts
             except DataError as error:
                 yield to_unusable(item.index, item.name, error)
                 continue
@@ -273,15 +291,16 @@ def inspectable(
 def by_shape(
     items: Iterable[NetworkInput | UnusableImage], batch_size: int
 ) -> Iterator[list[NetworkInput] | UnusableImage]:
-    """Gather images of equal network size into batches; refusals pass through.
+    """Batches of images of one network size; unusable images pass through.
 
     A batch goes when it is full, when it holds `_HELD_BYTES` of decoded images, or when its first
     image lies `_SPAN` batches' worth of places behind the last one read: that bounds what waits.
-    Which images share a batch depends on the images of their size alone, so that a list from which
-    whole batches are taken out is split into the others. An image in tiles goes alone and at once.
+    Images share a batch whatever images of other sizes lie between them. So a resumed list, which
+    lacks whole batches, is split into the remaining batches of the first run. An image in tiles
+    goes alone and at once.
 
     Args:
-        items: in order of their indices.
+        items: loaded and unusable images in order of their indices.
         batch_size: images in a full batch.
     """
     waiting: dict[tuple[int, int], list[NetworkInput]] = {}
@@ -304,11 +323,11 @@ def by_shape(
 
 
 def turned(picture: NDArray[_Value], turn: int) -> NDArray[_Value]:
-    """A view of a picture (H, W, …), laid in another way.
+    """A picture (H, W, …) turned in one of eight ways; a view of the same memory.
 
     Args:
-        picture: the first two axes are turned.
-        turn: 0 for the picture as it is, to 7.
+        picture: array whose first two axes are turned.
+        turn: way of turning, 0 (none) to 7.
     """
     return np.rot90(picture[:, ::-1] if turn >= 4 else picture, turn % 4)
 
@@ -316,12 +335,12 @@ def turned(picture: NDArray[_Value], turn: int) -> NDArray[_Value]:
 def learned_batches(
     batches: Iterable[list[NetworkInput] | UnusableImage], batch_size: int, turns: Sequence[int]
 ) -> Iterator[list[NetworkInput] | UnusableImage]:
-    """Batches, those of large images tile by tile, and behind each its turned copies.
+    """Batches to learn from: each batch, large images tile by tile, followed by its turned copies.
 
     Args:
-        batches: images of one size each, a large one alone; refusals pass through.
+        batches: batches of images of one size, a large image alone; unusable images pass through.
         batch_size: tiles in a batch.
-        turns: ways to turn a copy, 1 to 7 each.
+        turns: ways of turning, 1 to 7, one for each copy.
     """
     for batch in batches:
         if isinstance(batch, UnusableImage):
@@ -337,15 +356,15 @@ def learned_batches(
 
 
 def turned_corner(row: int, column: int, turn: int) -> tuple[int, int]:
-    """Row and column by which a grid's first patch is known, others for each way of turning.
+    """Row and column of a grid's first patch, with the turn encoded in the row.
 
-    A patch's row and column tell it from all others of its image and of the image's copies. Rows
-    of an image as it is begin at 0, of copies at 65,536 times their turn.
+    So row and column tell a patch from all others of its image and of the image's turned copies:
+    rows of an unturned image begin at 0, of a copy at 65,536 times its turn. `turn_of` decodes it.
 
     Args:
-        row: row of the grid's first patch in the turned image; 0 but in tiles.
+        row: row of the grid's first patch in the turned image; other than 0 only in tiles.
         column: column of that patch.
-        turn: 0 for the image as it is, to 7.
+        turn: way of turning, 0 (none) to 7.
     """
     return turn * _TURN_ROWS + row, column
 
@@ -354,7 +373,7 @@ def turn_of(row: int) -> tuple[int, int]:
     """Turn of a patch's image, 0 to 7, and the patch's row in the turned image.
 
     Args:
-        row: row of a patch, counted from a `turned_corner`.
+        row: row of a patch with the turn encoded by `turned_corner`.
     """
     return divmod(row, _TURN_ROWS)
 
@@ -362,15 +381,16 @@ def turn_of(row: int) -> tuple[int, int]:
 def upright(
     turn: int, patch: tuple[int, int], grid: tuple[int, int], tiles: tuple[int, int]
 ) -> tuple[int, int]:
-    """Row and column, in the image, of a patch in a turned copy whose tiles are turned.
+    """Row and column, in the upright image, of a patch in a turned copy, whose tiles are turned.
 
     Args:
-        turn: way in which the image was turned, 0 to 7.
+        turn: way in which the copy was turned, 0 to 7.
         patch: row and column in the turned image, or in the mosaic of turned tiles.
-        grid: (h, w) of the patches of the image as it is, all tiles together.
-        tiles: rows and columns of tiles; (1, 1) for an image without them.
+        grid: (h, w) of the patches of the upright image; with tiles, of their mosaic.
+        tiles: rows and columns of tiles; (1, 1) for an image without tiles.
     """
     height, width = grid[0] // tiles[0], grid[1] // tiles[1]
+    # The number of each patch of an upright tile, at its place in the turned tile.
     places: NDArray[np.int64] = turned(np.arange(height * width).reshape(height, width), turn)
     (down, y), (across, x) = divmod(patch[0], places.shape[0]), divmod(patch[1], places.shape[1])
     y, x = divmod(int(places[y, x]), width)
@@ -378,7 +398,7 @@ def upright(
 
 
 def look_of(image: Image) -> Look:
-    """Looks of an image."""
+    """Look of an image."""
     step = max(1, min(image.size) // _DENSE)
     sparse = np.asarray(image.pixels[::step, ::step], np.float32)
     grey = cv2.resize(sparse, (_LOOK_SIDE, _LOOK_SIDE), interpolation=cv2.INTER_AREA).mean(axis=2)
@@ -389,7 +409,7 @@ def look_of(image: Image) -> Look:
 
 
 def picture_of(image: Image) -> str:
-    """sha256 of an image's pixels in hex; of 8 bits where a file of 16 holds no more."""
+    """sha256 of an image's pixels in hex; 16-bit pixels that hold only 8 bits count as 8-bit."""
     pixels, full_scale = image.pixels, image.full_scale
     if pixels.dtype == np.uint16 and full_scale == 65535:
         narrow = (pixels >> 8).astype(np.uint8)
