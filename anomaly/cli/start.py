@@ -8,21 +8,22 @@ import os
 import shlex
 import tempfile
 import webbrowser
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from anomaly.cli import execute
-from anomaly.cli.terminal import ProgressLine, agrees, command_line, is_interactive
+from anomaly.cli.terminal import ProgressLine, command_line, is_interactive
 from anomaly.config.load import load_config, parse_config
 from anomaly.config.schema import METHODS, Config, readers
 from anomaly.datasets.inputs import listing_of
 from anomaly.datasets.layouts import LIST_SUFFIX, Recognised, open_dataset, recognise
 from anomaly.datasets.samples import Dataset
 from anomaly.desk.check import (
-    SMALL_SET,
     Advice,
     DataReport,
     Reading,
@@ -33,7 +34,7 @@ from anomaly.desk.check import (
 )
 from anomaly.desk.demo import write_sample_data
 from anomaly.errors import DataError, OutputError
-from anomaly.files.writing import at_home, claim, from_json, locked, write
+from anomaly.files.writing import at_home, claim, locked, write
 from anomaly.report.page import region_page
 from anomaly.scoring.build import decoding_of, region_of
 from anomaly.storage.folder import check_run_folder
@@ -101,82 +102,120 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def run_start(options: argparse.Namespace) -> int:
-    """Look, check, train, evaluate, show."""
+    """Recognise and check a data set, train and test a model, and show the page.
+
+    Returns:
+        The highest exit code of these commands.
+    """
     named = {"name": options.name or _name_of(options.folder)}
     settings = parse_config(named, "--name", options.overrides)
-    options.output = options.output or Path("runs") / settings.name
-    config = options.output / f"{settings.name}.yaml"
-    with locked(options.output):  # the commands that follow work within this lock
-        taken, dataset, report = _prepare(options, settings, config)
-        code = _train(options, config, dataset, report)
-        if code in (0, 3):  # 3: trained without some unusable images
-            code = _show(options, config, report, None if dataset.test else taken.root, code)
-        return code
+    output = options.output or Path("runs") / settings.name
+    config = output / f"{settings.name}.yaml"
+    set_again = [part for override in options.overrides for part in ("--set", override)]
+    common = ["--device", options.device, *(["--overwrite"] if options.overwrite else [])]
+    with locked(output):  # the commands that follow work within this lock
+        source, dataset, report = _prepare(options, settings, output, config)
+        given = ["--config", str(config), *set_again]
+        log.info("\n$ anomaly %s", command_line(["check", *given]))
+        train = ["train", *given, "--output", str(output), *_show_faults(dataset, report), *common]
+        code = execute(train, reported={fault.detail for fault in report.faults})
+        if code not in (0, 3):  # 3: trained without some unusable images
+            return code
+        if dataset.test:
+            folder, command = output / "evaluation", ["evaluate"]
+        else:
+            folder, command = output / "results", ["infer", "--input", str(source.root)]
+            log.info(
+                "There are no other images to test with, so the training images are scored: "
+                "anything marked is unusual even among them."
+            )
+            if (suspects := output / "suspects").is_dir():
+                log.info(f"Those that looked most unusual in training are in {suspects}.")
+        model = ["--model", str(output)]
+        code = max(code, execute([*command, *model, "--output", str(folder), *common]))
+    # evaluate writes one report for the model, infer writes results.html.
+    for page in (*folder.glob("*/report.html"), *folder.glob("results.html")):
+        print(f"\nLook at {page.absolute()}")
+        log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
+        if not options.no_open:
+            _open(page)
+    if code == 3:
+        log.warning("exit code 3: files that can't be used were left out, as named above")
+    return code
+
+
+def _name_of(folder: Path) -> str:
+    """A run's name, from the folder or the list of its images."""
+    place = at_home(folder).absolute()
+    name = place.stem if place.suffix.lower() == LIST_SUFFIX else place.name
+    return name.lstrip(".") or "model"
 
 
 def _prepare(
-    options: argparse.Namespace, settings: Config, config: Path
+    options: argparse.Namespace, settings: Config, output: Path, config: Path
 ) -> tuple[Recognised, Dataset, DataReport]:
-    """Recognise the data set, look at it, and write the settings that suit it.
+    """Recognise the data set, check its images, and write the settings that suit it.
 
     Args:
         options: the command's options.
         settings: the defaults, with the name and each --set.
+        output: the run's folder.
         config: the YAML file to write.
+
+    Returns:
+        The layout and place of the data set, its samples, and its faults.
     """
-    taken = recognise(options.folder, options.format, input if is_interactive() else None)
-    check_run_folder(options.output)
-    claim(options.output, ("model",), overwrite=options.overwrite)
+    source = recognise(options.folder, options.format, input if is_interactive() else None)
+    check_run_folder(output)
+    claim(output, ("model",), overwrite=options.overwrite)
     if config.exists() and not options.overwrite:  # somebody may have changed it
-        train = ["train", "--config", str(config), "--output", str(options.output)]
+        train = ["train", "--config", str(config), "--output", str(output)]
         raise OutputError(
             f"{config} exists from an earlier start; use it with `anomaly {shlex.join(train)}`, or "
             "add --overwrite to write it anew"
         )
-    log.info(f"{options.folder} is read as --format {taken.layout}: {taken.reason}")
-    listing = options.output.absolute() / "images.csv"
-    if taken.listing:
-        write(listing, taken.listing)
+    log.info(f"{options.folder} is read as --format {source.layout}: {source.reason}")
+    listing = output.absolute() / "images.csv"
+    if source.listing:
+        write(listing, source.listing)
         log.info(f"they are listed in {listing}")
-        taken = replace(taken, root=listing, listing="")
-    network, why = _network(options.overrides)
-    if network is not None:
-        log.info(f"the network is {network}: {why}")
-    kind = settings.model.kind
-    tileable = settings.image.resize is None and not METHODS[kind].one_grid
-    reading = _reading(settings)
-    reading = replace(reading, tiled=reading.tiled or tileable)
-    taken, dataset, report = _look(taken, reading, listing)
-    if dataset.drawn:
-        good = sum(not sample.is_defect for sample in dataset.test)
-        total = good + len(dataset.train)
-        log.info(f"- {good} of {total} good images are kept for testing, not for training")
-    hints = [
-        hint
-        for hint in advice(report)
-        if kind in (readers(hint.key) or [kind]) and (tileable or hint.key != "image.tile")
-    ]
-    settled = [*options.overrides, *(hint.key for hint in hints)]
-    if not any(key.startswith(("image.align", "image.tile")) for key in settled):
-        one_grid = METHODS[kind].one_grid
-        hints += pose_advice(dataset.train, reading.decoding, one_grid=one_grid)
-    for hint in hints:
+        source = replace(source, root=listing)
+    network = _network(options.overrides)
+    source, dataset, report = _check_images(source, settings, listing)
+    data = {"format": source.layout, "root": str(source.root)}
+    values: dict[str, Any] = {"name": settings.name, "data": data, **network}
+    for hint in _fitting_advice(options.overrides, settings, dataset, report):
         log.info(f"- {hint.reason} ({hint.key}: {hint.value})")
-    write(config, _config_text(settings.name, taken, network, hints))
+        section, _, key = hint.key.partition(".")
+        values.setdefault(section, {})[key] = hint.value
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    about = "# Written by `anomaly start`. The documentation (Settings) has all keys."
+    write(config, f"{about}\n{text}")
     log.info(f"the settings are in {config}; edit them if you know better")
-    # The written settings have image.bit_depth now, so that fault is settled.
-    faults = tuple(fault for fault in report.faults if fault.kind != "bit_depth")
-    return taken, dataset, replace(report, faults=faults)
+    # The written settings have image.bit_depth, and evaluate will tell of missing masks.
+    faults = tuple(fault for fault in report.faults if fault.kind not in ("bit_depth", "no_masks"))
+    return source, dataset, replace(report, faults=faults)
 
 
-def _look(
-    taken: Recognised, reading: Reading, listing: Path
+def _network(overrides: Sequence[str]) -> dict[str, Any]:
+    """The network whose weights are at hand, as a section of settings; empty if --set names one."""
+    if any(override.startswith("backbone.") for override in overrides):
+        return {}
+    from anomaly.backbones.networks import backbone_at_hand  # imports torch
+
+    name, why = backbone_at_hand()
+    log.info(f"the network is {name}: {why}")
+    return {"backbone": {"name": name, "weights": "imagenet"}}
+
+
+def _check_images(
+    source: Recognised, settings: Config, listing: Path
 ) -> tuple[Recognised, Dataset, DataReport]:
     """Open and check a data set; where a drawn split would part copies, it is listed anew.
 
     Args:
-        taken: the recognised layout.
-        reading: preprocessing of the images.
+        source: the recognised layout.
+        settings: preprocessing of the images.
         listing: CSV file for the new split.
 
     Returns:
@@ -185,147 +224,67 @@ def _look(
     Raises:
         DataError: none of the training images can be used.
     """
-    dataset = open_dataset(taken.layout, taken.root, None)
+    dataset = open_dataset(source.layout, source.root, None)
+    reading = _reading(settings)
+    reading = replace(reading, tiled=reading.tiled or _tileable(settings))
     with ProgressLine() as progress:
         report = check(dataset, reading, partial(progress, "looking"))
     if not report.splits["train"].usable:
         raise DataError(next(f.detail for f in report.faults if f.kind == "too_few_images"))
     learned = {sample.name for sample in dataset.train}
     parted = any(0 < len(learned & {*names}) < len(names) for names in report.copies)
-    if not (dataset.drawn and parted):
-        return taken, dataset, report
-    write(listing, listing_of(dataset, report.copies))
-    log.info(
-        f"copies of one image are kept together, all for training or all for testing; see {listing}"
-    )
-    return _look(replace(taken, layout="csv", root=listing), reading, listing)
+    if dataset.drawn and parted:
+        write(listing, listing_of(dataset, report.copies))
+        log.info(
+            "copies of one image are kept together, all for training or all for testing; see "
+            f"{listing}"
+        )
+        return _check_images(replace(source, layout="csv", root=listing), settings, listing)
+    if dataset.drawn:
+        good = sum(not sample.is_defect for sample in dataset.test)
+        total = good + len(dataset.train)
+        log.info(f"- {good} of {total} good images are kept for testing, not for training")
+    return source, dataset, report
 
 
-def _train(options: argparse.Namespace, config: Path, dataset: Dataset, report: DataReport) -> int:
-    """Print the faults and train, each after the command that does it alone.
+def _fitting_advice(
+    overrides: Sequence[str], settings: Config, dataset: Dataset, report: DataReport
+) -> Iterator[Advice]:
+    """Advice on settings that the method reads; on alignment only if --set leaves it open.
+
+    Args:
+        overrides: the values of --set, such as `image.align=none`.
+        settings: the defaults, with these overrides.
+        dataset: its good training images show how parts lie.
+        report: sizes and bits of the images.
+    """
+    kind, settled = settings.model.kind, list(overrides)
+    for hint in advice(report):
+        is_read = kind in (readers(hint.key) or [kind])
+        if is_read and (hint.key != "image.tile" or _tileable(settings)):
+            settled.append(hint.key)
+            yield hint
+    if not any(key.startswith(("image.align", "image.tile")) for key in settled):
+        one_grid = METHODS[kind].one_grid
+        yield from pose_advice(dataset.train, decoding_of(settings.image), one_grid=one_grid)
+
+
+def _tileable(settings: Config) -> bool:
+    """True if images may be cut into tiles: neither resized nor learned position by position."""
+    return settings.image.resize is None and not METHODS[settings.model.kind].one_grid
+
+
+def _show_faults(dataset: Dataset, report: DataReport) -> list[str]:
+    """Print the faults of a data set; the options that training needs for it.
 
     Raises:
         DataError: a picture has two labels: training or evaluation would be refused.
     """
-    settings, rest = _passed_on(options)
-    of_config = ["--config", str(config), *settings]
-    log.info("\n$ anomaly %s", command_line(["check", *of_config]))
     print("\n".join([str(dataset.folder), *report.lines(_SHOWN)]))
     for fault in report.faults:
         if fault.kind == "two_labels":
             raise DataError(fault.detail)
-    if report.has(Severity.WRONG):
-        log.info(
-            "the faulty files listed above are left out; if too few images remain, training will "
-            "stop with an error"
-        )
-    if single := report.splits["train"].usable == 1:
-        log.info(
-            "one image can't show how good parts vary, so there are no thresholds and no verdicts"
-        )
-    uncalibrated = ["--no-calibrate"] if single else []
-    train = ["train", *of_config, "--output", str(options.output), *uncalibrated, *rest]
-    return execute(train, reported={fault.detail for fault in report.faults})
-
-
-def _passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Arguments for further commands: the changed settings, and device and --overwrite."""
-    settings = [part for override in options.overrides for part in ("--set", override)]
-    overwrite = ["--overwrite"] if options.overwrite else []
-    return settings, ["--device", options.device, *overwrite]
-
-
-def _show(
-    options: argparse.Namespace, config: Path, report: DataReport, scored: Path | None, code: int
-) -> int:
-    """Evaluate the model, or score images without labels, and open the page.
-
-    Args:
-        options: the command's options.
-        config: the YAML file that the model was trained with.
-        report: faults of the data set.
-        scored: folder of images without labels; None where the data set has test images.
-        code: exit code of training.
-
-    Returns:
-        The highest exit code.
-    """
-    output: Path = options.output
-    settings, rest = _passed_on(options)
-    model = ["--model", str(output)]
-    if scored is None:
-        folder = output / "evaluation"
-        command = ["evaluate", *model]
-    else:
-        folder, suspects = output / "results", output / "suspects"
-        unseen = f" Those that looked most unusual in training are in {suspects}."
-        log.info(
-            "There are no other images to test with, so the training images are scored: "
-            "anything marked is unusual even among them." + (unseen if suspects.is_dir() else "")
-        )
-        command = ["infer", *model, "--input", str(scored)]
-    code = max(code, execute([*command, "--output", str(folder), *rest]))
-    # One page: evaluate writes a report for the model, infer writes results.html.
-    for page in (*folder.glob("*/report.html"), *folder.glob("results.html")):
-        print(f"\nLook at {page.absolute()}")
-        log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
-        if not options.no_open:
-            _open(page)
-    if 1 < (usable := report.splits["train"].usable) < SMALL_SET:
-        log.warning(
-            f"only {usable} good images to learn from, so thresholds aren't reliable: give "
-            f"{SMALL_SET} at least, better 300"
-        )
-    if code == 3:
-        log.warning("exit code 3: files that can't be used were left out, as named above")
-    if _wants_tuning(folder / "metrics.json"):
-        code = max(code, execute(["tune", "--config", str(config), *settings, *rest]))
-    return code
-
-
-def _wants_tuning(figures: Path) -> bool:
-    """True if defects pass, and the person at the terminal wants other settings tried."""
-    if not figures.is_file():  # there were no test images
-        return False
-    (evaluated,) = from_json(figures.read_text("utf-8"))["categories"].values()
-    escapes = (evaluated["verdicts"] or {}).get("escapes")
-    return bool(escapes) and agrees("Try other settings?")
-
-
-def _config_text(name: str, taken: Recognised, network: str | None, hints: Iterable[Advice]) -> str:
-    """A config of the few settings that matter, as YAML.
-
-    Args:
-        name: the product's name.
-        taken: the recognised layout.
-        network: the backbone; None where --set names one.
-        hints: further settings.
-    """
-    import yaml
-
-    values: dict[str, Any] = {
-        "name": name,
-        "data": {"format": taken.layout, "root": str(taken.root)},
-    }
-    if network is not None:
-        values["backbone"] = {"name": network, "weights": "imagenet"}
-    for hint in hints:
-        section, _, key = hint.key.partition(".")
-        values.setdefault(section, {})[key] = hint.value
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    return f"# Written by `anomaly start`. The documentation (Settings) has all keys.\n{text}"
-
-
-def _network(settings: Sequence[str]) -> tuple[str | None, str]:
-    """The backbone whose weights are at hand, and the reason; None where --set names one."""
-    if any(setting.startswith("backbone.") for setting in settings):
-        return None, ""
-    from anomaly.backbones.networks import backbone_at_hand
-
-    return backbone_at_hand()
-
-
-def _name_of(folder: Path) -> str:
-    place = at_home(folder).absolute()
-    name = place.stem if place.suffix.lower() == LIST_SUFFIX else place.name
-    return name.lstrip(".") or "model"
+    if report.splits["train"].usable > 1:
+        return []
+    log.info("one image can't show how good parts vary, so there are no thresholds and no verdicts")
+    return ["--no-calibrate"]

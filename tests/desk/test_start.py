@@ -163,7 +163,7 @@ def test_good_images_alone_end_in_a_page(product: Path, start: Start, tmp_path: 
     assert "coreset_ratio" not in (output / "disc.yaml").read_text()
     assert "no other images to test with" in said
     assert f"looked most unusual in training are in {output / 'suspects'}" in said
-    assert said.count("good images to learn from, so thresholds aren't reliable") == 1
+    assert said.count("good images can't guarantee a false-reject rate below") == 1
     assert (output / "results" / "results.html").is_file()
 
 
