@@ -45,12 +45,11 @@ def _main(arguments: list[str]) -> int:
     use_threads(cores())  # torch and faiss follow when they are imported
     # Importing torch makes so many objects that looking for garbage among them takes a sixth of it.
     gc.set_threshold(_GARBAGE)
-    command = arguments[0] if arguments and arguments[0] in COMMANDS else None
-    if arguments and command is None and not arguments[0].startswith("-"):
-        hint = nearest(arguments[0], COMMANDS)
-        print(f"error: there is no command {arguments[0]!r}; {hint}", file=sys.stderr)
-        return 2
-    options = _parse(command, arguments or ["--help"])
+    try:
+        options = _parse(arguments or ["--help"])
+    except AnomalyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     started = time.monotonic()
     with log_to_terminal(quiet=options.quiet, verbose=options.verbose):
         try:
@@ -124,7 +123,7 @@ def execute(arguments: Sequence[str], **more: object) -> int:
         AnomalyError: the command was refused or has failed.
     """
     log.info("\n$ anomaly %s", command_line(arguments))
-    options = _parse(arguments[0], arguments)
+    options = _parse(arguments)
     vars(options).update(more)
     return _run(options)
 
@@ -156,28 +155,39 @@ def _check_paths(options: argparse.Namespace) -> None:
         load_config(config, options.overrides)
 
 
-def _parse(command: str | None, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command; without one, argparse prints help or the version and exits."""
-    if command is not None:
-        _check_options(command, arguments[1:])
-    return _parser(command).parse_args(arguments)
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line, and its `command`.
+
+    Raises:
+        AnomalyError: there is no such command or option.
+        SystemExit: help or the version was printed, or an option's value was refused.
+    """
+    command, *rest = arguments
+    if command.startswith("-"):
+        _overview_parser().parse_args(arguments)
+    if command not in COMMANDS:
+        raise AnomalyError(f"there is no command {command!r}; {nearest(command, COMMANDS)}")
+    _check_options(command, rest)
+    return _parser(command).parse_args(rest, argparse.Namespace(command=command))
 
 
 def _check_options(command: str, arguments: Sequence[str]) -> None:
     """Refuse unknown options first: argparse would complain of missing ones instead."""
-    known = ["--help", *options_of(command)]
+    known = options_of(command)
     for argument in arguments:
         name = argument.partition("=")[0]
         if name == "--":
             return
         if name.startswith("--") and not any(option.startswith(name) for option in known):
-            hint = nearest(name, known)
-            print(f"error: anomaly {command} has no option {name}; {hint}", file=sys.stderr)
-            print(f"example: anomaly {COMMANDS[command].examples[0]}", file=sys.stderr)
-            raise SystemExit(2)
+            raise AnomalyError(
+                f"anomaly {command} has no option {name}; {nearest(name, known)}
+"
+                f"example: anomaly {COMMANDS[command].examples[0]}"
+            )
 
 
-def _parser(command: str | None) -> argparse.ArgumentParser:
+def _overview_parser() -> argparse.ArgumentParser:
+    """The parser of a command line without a command: help, and the version."""
     parser = argparse.ArgumentParser(
         prog="anomaly",
         usage="anomaly [-h] [--version] COMMAND …",
@@ -186,33 +196,29 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"anomaly {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, help=argparse.SUPPRESS)
-    for name, about in COMMANDS.items():
-        sub = commands.add_parser(
-            name,
-            prog=f"anomaly {name}",
-            description=about.help[0].upper() + about.help[1:] + ".",
-            epilog="\n".join(["examples:", *(f"  anomaly {line}" for line in about.examples)]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        if name == command:  # the others are listed only
-            _add_options(name, sub)
+    return parser
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    """The parser of a command's options; the command's own module isn't imported."""
+    about = COMMANDS[command]
+    parser = argparse.ArgumentParser(
+        prog=f"anomaly {command}",
+        description=about.help[0].upper() + about.help[1:] + ".",
+        epilog="\n".join(["examples:", *(f"  anomaly {line}" for line in about.examples)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for add in about.options:
+        add(parser)
+    add_logging(parser)
     return parser
 
 
 def options_of(command: str) -> list[str]:
     """The long options of a command, as typed: `--model`."""
-    parser = argparse.ArgumentParser()
-    _add_options(command, parser)
     # argparse has no public list of a parser's options.
-    return [name for action in parser._actions for name in action.option_strings if name[1] == "-"]
-
-
-def _add_options(command: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the options of a command; its own module, which imports much, isn't needed."""
-    for add in COMMANDS[command].options:
-        add(parser)
-    add_logging(parser)
+    actions = _parser(command)._actions
+    return [name for action in actions for name in action.option_strings if name[1] == "-"]
 
 
 def _run_of(command: str) -> Callable[[argparse.Namespace], int]:

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli import annex
-from anomaly.cli.commands import number
-from anomaly.cli.terminal import ProgressLine, agreed, ask
+from anomaly.cli.terminal import ProgressLine, agreed
 from anomaly.config.load import FOLDERS, find_config, load_config
 from anomaly.datasets.inputs import open_test_images
 from anomaly.datasets.layouts import open_dataset
 from anomaly.datasets.samples import Sample
 from anomaly.desk.calibrate import Asked, recalibrate
 from anomaly.desk.change import samples_of
-from anomaly.errors import AnomalyError, DataError, OutputError
+from anomaly.errors import AnomalyError, DataError
 from anomaly.files.writing import RUN, claim, locked
 from anomaly.runtime import device_of
 from anomaly.scoring.model import Model
@@ -32,10 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SHARE = (
-    "Look at the images first, those that are flagged now above all. What share of them may be "
-    "defective, at most (5% say, 0% if all are good)?"
-)
 _JUDGED = "judged"  # the record's judged pictures, as a data set
 
 
@@ -47,11 +42,6 @@ def run_calibrate(options: argparse.Namespace) -> int:
         defects that are caught now would pass, or the reject threshold would rise by more than
         chance explains.
     """
-    if options.production and options.at_most_defective is None and (answer := ask(_SHARE)):
-        try:
-            options.at_most_defective = number(answer)
-        except argparse.ArgumentTypeError as error:
-            raise AnomalyError(str(error)) from None
     # Each wish has an option of its own name.
     asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
     asked.check(good=bool(options.good), production=bool(options.production))
@@ -222,6 +212,5 @@ def _tuned(options: argparse.Namespace) -> Path:
         file = (Path() if built_in else original.parent) / f"{original.stem}_tuned.yaml"
     if file.suffix not in (".yaml", ".yml"):
         raise AnomalyError(f"--output {file} must end in .yaml")
-    if file.exists() and not options.overwrite:
-        raise OutputError(f"{file} exists already; give another --output or add --overwrite")
+    claim(file.parent, [file.name], overwrite=options.overwrite)
     return file

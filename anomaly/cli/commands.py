@@ -54,7 +54,7 @@ def _several(name: str, text: str, metavar: str = "PATH", **more: Any) -> Option
 
 
 def _number(name: str, text: str, metavar: str, default: float | None = None) -> Option:
-    return _value(name, text, metavar, type=number, default=default)
+    return _value(name, text, metavar, type=_parsed_number, default=default)
 
 
 def _flag(name: str, text: str, action: str = "store_true", **more: Any) -> Option:
@@ -72,8 +72,8 @@ def _one_of(*options: Option, required: bool = True) -> Option:
     return add
 
 
-def number(text: str) -> float:
-    """A number of an option, for `argparse`: 0.02, or 2%."""
+def _parsed_number(text: str) -> float:
+    """The value of an option, for `argparse`: 0.02, or 2%."""
     plain = text.strip()
     with suppress(ValueError):
         return float(plain[:-1]) / 100 if plain.endswith("%") else float(plain)

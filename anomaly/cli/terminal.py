@@ -146,21 +146,14 @@ def is_interactive() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def ask(question: str) -> str:
-    """A person's answer at the terminal; empty without a terminal."""
-    return input(f"{question} ").strip() if is_interactive() else ""
-
-
-def agrees(question: str) -> bool:
-    """True if a person at the terminal says yes; no is the default."""
-    return ask(f"{question} [y/N]").lower() in ("y", "yes")
-
-
 def agreed(doubts: Sequence[str], options: argparse.Namespace) -> bool:
     """Warn of doubts; True if there are none, or `--yes` or a person at the terminal agrees."""
     for doubt in doubts:
         log.warning(doubt)
-    if options.yes or not doubts or agrees("Go on anyway?"):
+    if options.yes or not doubts:
+        return True
+    answer = input("Go on anyway? [y/N] ") if is_interactive() else ""
+    if answer.strip().lower() in ("y", "yes"):
         return True
     log.error("refused: nothing was changed; look at these images, or add --yes")
     return False
