@@ -180,8 +180,7 @@ def _check_options(command: str, arguments: Sequence[str]) -> None:
             return
         if name.startswith("--") and not any(option.startswith(name) for option in known):
             raise AnomalyError(
-                f"anomaly {command} has no option {name}; {nearest(name, known)}
-"
+                f"anomaly {command} has no option {name}; {nearest(name, known)}\n"
                 f"example: anomaly {COMMANDS[command].examples[0]}"
             )
 
