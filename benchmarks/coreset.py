@@ -22,7 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.methods.patchcore.coreset import covering_radius, greedy_k_center, random_projection
+from anomaly.methods.patchcore.coreset import (
+    distances_to_nearest,
+    greedy_k_center,
+    random_projection,
+)
 from benchmarks.process import machine
 
 PATCHES_AN_IMAGE = 1024
@@ -151,7 +155,7 @@ def measure(features: Tensor, ratio: float, args: argparse.Namespace) -> None:
     cells.append(f"{chosen.covering_radius:.3f}")
     for some in (chosen.picks.cpu(), peers if peers is not None and len(peers) == size else None):
         measured = args.full_radius and some is not None
-        full = covering_radius(features, features[some]) if measured else None
+        full = float(distances_to_nearest(features, features[some]).max()) if measured else None
         cells.append("not measured" if full is None else f"{full:.3f}")
     print("| " + " | ".join(cells) + " |", flush=True)
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# D, the channels of embeddings -> a matrix (D, d) float32 that they are multiplied by.
-MatrixOf: TypeAlias = "Callable[[int], Tensor]"
 Result = TypeVar("Result")
 
 
@@ -285,9 +283,11 @@ class Fitter(Protocol[S]):
         """
         return self
 
-    @property
-    def projected_by(self) -> MatrixOf | None:
-        """The projection of patches for `fit`; None if it reads embeddings."""
+    def selection_matrix(self, channels: int) -> Tensor | None:
+        """The matrix (D, d), D = `channels`, that projects patches for a selection among them.
+
+        None for a method that selects none; its `fit` reads embeddings.
+        """
         return None
 
     def fit(self, batches: PatchSet, progress: Progress | None = None) -> S:

@@ -496,8 +496,8 @@ class _Writer:
         self._scratch, self._copies = scratch, copies
         self._expected, self._shared = among or images, among is not None
         self.file = TensorFile(scratch, shared=self._shared)
-        self._matrix_of = fitter.projected_by
-        self.points = self._matrix_of and TensorFile(scratch, shared=self._shared)
+        self._fitter = fitter
+        self.points: TensorFile | None = None
         self._matrix: Tensor | None = None
         self.channels = 0
         self.refused: list[UnusableImage] = []
@@ -525,13 +525,15 @@ class _Writer:
 
     def _project(self, batch: PatchBatch) -> int:
         """Write the projected patches that count, image by image; returns their bytes."""
-        if self.points is None or self._matrix_of is None:
+        if not self.facts:  # the first batch tells the number of channels
+            self._matrix = self._fitter.selection_matrix(self.channels)
+            if self._matrix is not None:
+                self.points = TensorFile(self._scratch, shared=self._shared)
+        if self.points is None or self._matrix is None:
             return 0
-        if self._matrix is None:
-            self._matrix = self._matrix_of(self.channels).to(batch.embeddings.device)
-        written = 0
+        matrix, written = self._matrix.to(batch.embeddings.device), 0
         for image, patches in zip(batch.images, batch.counted(), strict=True):
-            points = patches @ self._matrix
+            points = patches @ matrix
             if len(points):  # of a tile outside the region none count
                 self.points.write((Tile(image, 0, 0),), [points])
             written += points.nbytes

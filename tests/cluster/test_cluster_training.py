@@ -101,15 +101,13 @@ def test_more_patches_than_memory_are_selected_by_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     product = write_product(tmp_path / "disc", n_train=36)
-    select = patchcore.select_streamed
+    select = patchcore.select_coreset
     monkeypatch.setattr(
-        patchcore, "select_streamed", lambda *a, **how: select(*a, **{**how, "memory_limit": 1})
+        patchcore, "select_coreset", lambda *a, **how: select(*a, **{**how, "memory_limit": 1})
     )
     one, _ = _trained(product, tmp_path / "one", calibrate=False)
     more, _ = _trained(product, tmp_path / "more", cluster=ThreadCluster(2), calibrate=False)
     bank, other = (t.model.scorer.tensors() for t in (one, more))
-    assert not bank["exact"]
-    assert not other["exact"]
     radius, again = float(bank["covering_radius"]), float(other["covering_radius"])
     assert radius == pytest.approx(again, rel=1e-3)
 

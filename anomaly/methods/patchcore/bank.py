@@ -43,7 +43,6 @@ class MemoryBank(Scorer):
             turned copies, see `anomaly.imaging.loading`.
         covering_radius: no training patch is farther than this from its nearest bank vector,
             among the projected embeddings that the coreset was selected on.
-        exact: the selection saw all training patches at once, not a part at a time.
         search: how neighbours are found, see `NearestNeighbors`.
         embedding: how feature maps become embeddings: `sharp`, `concat` or `adaptive`, see
             `anomaly.methods.patchcore.embedding`.
@@ -56,7 +55,6 @@ class MemoryBank(Scorer):
     vectors: Array
     origins: Array
     covering_radius: float
-    exact: bool = True
     search: str = "exact"
     embedding: str = "sharp"
     spacing_neighbours: int = 0
@@ -258,7 +256,6 @@ class MemoryBank(Scorer):
             "vectors": self.vectors,
             "origins": self.origins,
             "covering_radius": torch.tensor(self.covering_radius, dtype=torch.float64),
-            "exact": torch.tensor(self.exact),
         }
 
 
@@ -280,7 +277,6 @@ def scorer(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> MemoryB
             "origins": ("int32", (-1, 3)),
             "vectors": ("float32", (count, -1)),
             "covering_radius": ("float64", ()),
-            "exact": ("bool", ()),
             **spacing,
         },
     )
@@ -288,7 +284,6 @@ def scorer(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> MemoryB
         tensors["vectors"],
         tensors["origins"],
         float(tensors["covering_radius"]),
-        bool(tensors["exact"]),
         search=settings["search"],
         embedding=settings["embedding"],
         spacing_neighbours=settings["spacing_neighbours"],

@@ -9,12 +9,12 @@ laziness, all exact, because a distance that wasn't brought up to date is an upp
 - *Blocks.* All picks of one pool then meet all N points in blocked matrix products.
 - *End.* The picks of the last pool needn't: what is left of it holds the farthest of all points.
 
-`select_streamed` does it in a fixed amount of memory. While all points fit, the selection is exact.
-When they don't, the first half of the picks comes from a uniform sample; the stream is read again,
-keeping the points that those leave farthest away, and the other half is picked from these. Every
-other point is covered already, so the covering radius of all points is known, and comes within a
-few percent of the exact one: greedy reductions of shards, the usual way, measured 12 to 16 % above
-it, at several times the cost.
+`select_coreset` does it in a fixed amount of memory. While all points fit, the selection is exact.
+When they don't, the first half of the picks comes from a uniform sample; the patches are read
+again, keeping the points that those leave farthest away, and the other half is picked from these.
+Every other point is covered already, so the covering radius of all points is known, and comes
+within a few percent of the exact one: greedy reductions of shards, the usual way, measured 12 to
+16 % above it, at several times the cost.
 
 `squared_to_two_owners` groups points into cells around the first centres, and each cell meets all
 centres from the nearest to its origin on. By the triangle inequality, a centre at a distance D from
@@ -26,10 +26,11 @@ around them are small; centres in another order give the same distances, and tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,10 +38,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.errors import ConfigError, DataError
+from anomaly.methods.base import PatchSet
 from anomaly.runtime import ParallelMap, Progress, parallel_map, parallel_pool
 
-# A pool is 1 MiB at 128 numbers a point, and a pick reads it once; with a larger one, picks cost
-# more than the rounds that are saved.
+# Points of a pool: 1 MiB at 128 numbers a point, which a pick reads once. With a larger pool, picks
+# cost more than the rounds that are saved.
 _POOL = 2048
 # Picks after which a pool drops the points that have become too near.
 _SIFT = 64
@@ -63,6 +65,8 @@ _LEAST = 16
 _ROWS, _COLUMNS = {"cpu": 1024, "cuda": 65536}, {"cpu": 1024, "cuda": 2048}
 # Centres are left out with a margin far above float32's rounding of the distances.
 _MARGIN = 1.0 + 1e-4
+# Points that `in_chunks` joins, at least: enough to be grouped into cells.
+_CHUNK = 1 << 17
 
 _Array = NDArray[Any]
 
@@ -72,14 +76,13 @@ class Selection:
     """The result of greedy k-center: picks and covering radius.
 
     Attributes:
-        picks: (K,) int64, distinct indices in the order of the picks.
+        picks: (K,) int64, distinct indices in the order of the picks; places (K, 2) from
+            `select_coreset`, see `placed`.
         covering_radius: no point is farther than this from its nearest pick.
-        exact: the picks are those of greedy k-center over all points.
     """
 
     picks: Tensor
     covering_radius: float
-    exact: bool = True
 
 
 def greedy_k_center(
@@ -94,7 +97,7 @@ def greedy_k_center(
 
     Args:
         points: (N, d), any floating dtype, on CPU or CUDA. Distances are taken in float32.
-        size: how many to pick, 1 to N.
+        size: number of points to pick, 1 to N.
         generator: draws the first pick; not used where there are bounds.
         bounds: (N,) float32, squared distances to centres that were chosen before, elsewhere: the
             first pick is the farthest from them.
@@ -110,8 +113,8 @@ def greedy_k_center(
     n = len(points)
     if not 1 <= size <= n:
         raise ConfigError(f"coreset size {size} is outside 1 to {n}, the number of patches")
-    with parallel_pool(points.device) as parallel_map:
-        nearest = MinDistances(points, parallel_map)
+    with parallel_pool(points.device) as shared:
+        nearest = MinDistances(points, shared)
         if size == n:
             return Selection(torch.arange(n, device=points.device), 0.0)
         if bounds is not None:
@@ -129,11 +132,16 @@ def greedy_k_center(
             picks = torch.cat([picks, new])
         if len(rest) < _FARTHEST:  # too few to be sure in spite of rounding
             nearest.add_centres(new)
-            rest = _farthest(nearest.squared)
+            rest = nearest.squared.topk(min(_FARTHEST, n)).indices
         if progress is not None:
             progress(size, size)
-        before = None if bounds is None else bounds[rest]
-        return Selection(picks, _radius(points[rest], points[picks], before))
+        # The few farthest are measured again by differences, which cancel nothing.
+        exactly = "donot_use_mm_for_euclid_dist"
+        farthest, centres = points[rest].float(), points[picks].float()
+        distances = torch.cdist(farthest, centres, compute_mode=exactly).amin(1)
+        if bounds is not None:
+            distances = torch.minimum(distances, bounds[rest].clamp(min=0).sqrt())
+        return Selection(picks, float(distances.max()))
 
 
 def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None = None) -> Tensor:
@@ -143,7 +151,7 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None 
         points: (N, d) float32; N may be 0.
         bounds: (N,) float32, squared distances to centres that were chosen before, elsewhere.
         radius: the distance to its nearest centre or pick that a point may have.
-        most: how many to pick at most; None for as many as it takes.
+        most: highest number of picks; None for no limit.
 
     Returns:
         (n,) int64, indices in the order of the picks.
@@ -155,8 +163,8 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None 
     wanted = len(points) if most is None else min(most, len(points))
     if not wanted:
         return picks
-    with parallel_pool(points.device) as parallel_map:
-        nearest = MinDistances(points, parallel_map)
+    with parallel_pool(points.device) as shared:
+        nearest = MinDistances(points, shared)
         nearest.squared.copy_(bounds)
         while len(new := _pick_from_pool(points, nearest, wanted - len(picks), radius**2)[0]):
             picks = torch.cat([picks, new])
@@ -169,7 +177,7 @@ class MinDistances:
 
     Args:
         points: (N, d), any floating dtype.
-        parallel_map: hands out work, see `anomaly.runtime.parallel_pool`.
+        shared: hands out work to threads, see `anomaly.runtime.parallel_pool`.
 
     Attributes:
         squared: (N,) float32; centres have -1. The owner may set them before the first centre.
@@ -178,9 +186,9 @@ class MinDistances:
         DataError: a point is NaN or infinite.
     """
 
-    def __init__(self, points: Tensor, parallel_map: ParallelMap) -> None:
+    def __init__(self, points: Tensor, shared: ParallelMap) -> None:
         self._points = points
-        self._parallel_map = parallel_map
+        self._shared = shared
         self._mean = points.mean(0, dtype=torch.float32)
         if not bool(self._mean.isfinite().all()):
             bad = int((~points.isfinite().all(1)).sum())
@@ -197,10 +205,11 @@ class MinDistances:
         for batch in torch.split(members, _CENTRES):
             # Distances are multiplied out: around the mean, large norms don't cancel.
             centres = self._points.index_select(0, batch).float() - self._mean
-            self._parallel_map(partial(self._update, centres), self._blocks)
+            self._shared(partial(self._update, centres), self._blocks)
             self.squared[batch] = -1.0  # even where rounding leaves one above 0
 
     def _update(self, centres: Tensor, block: slice) -> None:
+        """Lower the distances of a block of points to those from new centres (n, d)."""
         offsets = self._points[block].float() - self._mean
         squared = torch.addmm(centres.square().sum(1, True), centres, offsets.T, alpha=-2)
         nearest = squared.amin(0).add_(offsets.square().sum(1)).clamp_(min=0)
@@ -214,12 +223,13 @@ def _pick_from_pool(
 
     Args:
         points: (N, d).
-        nearest: how far they are from the picks.
-        wanted: the most picks to return.
+        nearest: distances of the points to the picks.
+        wanted: highest number of picks.
         covered: a point up to this squared distance isn't picked.
 
     Returns:
-        The picks, and the few farthest points that are left: none nearer than one outside the pool.
+        Indices of the picks, and of the few farthest points that are left: none nearer than one
+        outside the pool.
     """
     values, members = nearest.squared.topk(min(_POOL + 1, len(points)))
     floor = max(0.0, float(values[_POOL])) if len(values) > _POOL else 0.0
@@ -243,7 +253,7 @@ def _loop(
     Args:
         pool: (n, d) float32.
         bounds: (n,) float32, squared distances to the nearest pick.
-        wanted: the most picks to return.
+        wanted: highest number of picks.
         floor: the largest bound outside the pool.
         covered: a point up to this squared distance isn't picked.
 
@@ -263,6 +273,7 @@ def _loop(
         if left[best] < floor or left[best] <= covered:
             break
         picked.append(int(places[best]))
+        # ‖x − y‖² = ‖x‖² − 2xy + ‖y‖², in place.
         away = torch.mv(pool, pool[best]).numpy()
         away *= -2
         away += norms
@@ -273,61 +284,21 @@ def _loop(
     return picked, places[farthest[left[farthest] >= floor]].tolist()
 
 
-def covering_radius(points: Tensor, centres: Tensor) -> float:
-    """The largest distance of any point (N, d) to its nearest centre (K, d)."""
-    far = _farthest(distances_to_nearest(points, centres))
-    return _radius(points[far], centres)
-
-
-def _farthest(bounds: Tensor) -> Tensor:
-    return bounds.topk(min(_FARTHEST, len(bounds))).indices
-
-
-def _radius(points: Tensor, centres: Tensor, before: Tensor | None = None) -> float:
-    """The largest distance of a few points (n, d) to their nearest centres (K, d), by differences.
-
-    Args:
-        points: (n, d).
-        centres: (K, d).
-        before: (n,) squared distances to centres that were chosen before, elsewhere.
-    """
-    by_differences = "donot_use_mm_for_euclid_dist"
-    nearest = torch.cdist(points.float(), centres.float(), compute_mode=by_differences).amin(1)
-    if before is not None:
-        nearest = torch.minimum(nearest, before.clamp(min=0).sqrt())
-    return float(nearest.max())
-
-
-class Stream(Protocol):
-    """Points read in portions; can be read repeatedly, always the same."""
-
-    @property
-    def count(self) -> int:
-        """Number of points, or somewhat more."""
-        ...
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Points (n, d) float32, n of any size, and where each comes from, (n, 2) int64."""
-        ...
-
-    def distances(self, centres: Tensor) -> Iterator[Tensor]:
-        """The distance (n,) of each portion's points to the nearest of some centres (K, d)."""
-        ...
-
-
-def select_streamed(
-    stream: Stream,
+def select_coreset(
+    patches: PatchSet,
+    projection: Tensor,
     ratio: float,
     *,
     memory_limit: int,
     generator: torch.Generator,
     progress: Progress | None = None,
 ) -> Selection:
-    """Select a coreset from a stream by greedy k-center.
+    """Select patches by greedy k-center among their projections.
 
     Args:
-        stream: the points. Read once, or twice where they don't fit.
-        ratio: how many of the points to pick.
+        patches: the training patches. Read once, or twice where their points don't fit.
+        projection: (D, d), embeddings to points.
+        ratio: share of the patches to pick.
         memory_limit: bytes of points held at once. It gives way to coresets of more than half of
             what fits, whose full vectors take a multiple of that.
         generator: on the CPU; draws the sample and the first pick.
@@ -337,11 +308,11 @@ def select_streamed(
         The places (K, 2) of the picks, for indices.
 
     Raises:
-        DataError: no points, or one is NaN or infinite.
+        DataError: no patches, or one is NaN or infinite.
     """
-    most = coreset_size(stream.count, ratio)
+    most = coreset_size(patches.count, ratio)
     sample = _Reservoir(memory_limit, most)
-    for points, places in stream:
+    for points, places in placed(patches.projected(projection)):
         chances = torch.rand(len(points), generator=generator).to(points.device)
         sample.add(points, places, chances)
     if not sample.count:
@@ -355,28 +326,66 @@ def select_streamed(
     first = greedy_k_center(points, max(1, size // 2), generator=generator, progress=progress)
     picks, centres = places[first.picks], points[first.picks]
     del sample, points, places
+    by_image = chain.from_iterable(patches.each(partial(_distances, projection, centres)))
     if size == 1:
-        radius = max(covering_radius(points, centres) for points, _ in stream if len(points))
-        return Selection(picks, radius, exact=False)
+        return Selection(picks, max(float(away.max()) for away in by_image if len(away)))
     rest = _Reservoir(memory_limit, most)
-    for (points, places), distances in zip(stream, stream.distances(centres), strict=True):
-        rest.add(points, places, distances)
-    points, places, distances = rest.held()
-    chosen = greedy_k_center(
-        points, size - len(picks), generator=generator, bounds=distances.square()
-    )
+    for (points, places), away in zip(placed(patches.projected(projection)), by_image, strict=True):
+        rest.add(points, places, away)
+    points, places, away = rest.held()
+    chosen = greedy_k_center(points, size - len(picks), generator=generator, bounds=away.square())
     if progress is not None:
         progress(size, size)
     radius = max(chosen.covering_radius, rest.cut)
-    return Selection(torch.cat([picks, places[chosen.picks]]), radius, exact=False)
+    return Selection(torch.cat([picks, places[chosen.picks]]), radius)
+
+
+def _distances(projection: Tensor, centres: Tensor, patches: PatchSet) -> list[Tensor]:
+    """Distances (n,) of projected patches to their nearest centre (K, d), image by image."""
+    with torch.inference_mode():
+        pieces = list(patches.projected(projection))
+        nearest = [distances_to_nearest(points, centres) for points, _ in in_chunks(pieces)]
+        lengths = [len(points) for _, points in pieces]
+        return list(torch.split(torch.cat(nearest), lengths)) if nearest else []
+
+
+def placed(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Points (n, d) with their places (n, 2) int64: training image, and rank among its patches.
+
+    Args:
+        pieces: training images, and points (n, d) of each or of a part of it.
+    """
+    seen: dict[int, int] = {}
+    for image, points in pieces:
+        first = seen.get(image, 0)
+        seen[image] = first + len(points)
+        rank = torch.arange(first, seen[image], device=points.device)
+        yield points, torch.stack([torch.full_like(rank, image), rank], 1)
+
+
+def in_chunks(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Points of `placed`, several images together: at least 131,072, fewer at the end."""
+    held: list[tuple[Tensor, Tensor]] = []
+    for piece in placed(pieces):
+        held.append(piece)
+        if sum(len(points) for points, _ in held) >= _CHUNK:
+            yield _joined(held)
+            held = []
+    if held:
+        yield _joined(held)
+
+
+def _joined(held: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    points, places = zip(*held, strict=True)
+    return torch.cat(points), torch.cat(places)
 
 
 class _Reservoir:
-    """Keeps the points of a stream with the highest priorities.
+    """Keeps the points with the highest priorities among all that are offered.
 
     Args:
         memory_limit: bytes of points that are kept.
-        wanted: how many points half of the room is enough for, whatever the limit.
+        wanted: number of points that half of the room holds at least, whatever the limit.
 
     Attributes:
         count: points offered so far.
@@ -394,8 +403,8 @@ class _Reservoir:
         self.complete = True
 
     def held(self) -> tuple[Tensor, ...]:
-        """The kept points (n, d), places (n, 2) and priorities (n,), in the stream's order."""
-        return tuple(one[: self._used] for one in self._room)
+        """The kept points (n, d), places (n, 2) and priorities (n,), in the order offered."""
+        return tuple(column[: self._used] for column in self._room)
 
     def add(self, points: Tensor, places: Tensor, priorities: Tensor) -> None:
         """Offer points (n, d) with places (n, 2) and priorities (n,)."""
@@ -405,8 +414,8 @@ class _Reservoir:
         if not self._room:
             self._half = max(self._half, self._memory_limit // points[0].nbytes // 2)
             # Untouched rows use no memory.
-            self._room = tuple(one.new_empty(2 * self._half, *one.shape[1:]) for one in offered)
-        for part in zip(*(torch.split(one, self._half) for one in offered), strict=True):
+            self._room = tuple(t.new_empty(2 * self._half, *t.shape[1:]) for t in offered)
+        for part in zip(*(torch.split(t, self._half) for t in offered), strict=True):
             if self._used + len(part[0]) > 2 * self._half:
                 self._make_room()
             rows = slice(self._used, self._used + len(part[0]))
@@ -416,6 +425,7 @@ class _Reservoir:
         self.count += len(points)
 
     def _make_room(self) -> None:
+        """Drop all but the half with the highest priorities; the first offered win ties."""
         priorities = self._room[2][: self._used]
         order = priorities.argsort(descending=True, stable=True)
         self.cut = max(self.cut, float(priorities[order[self._half]]))
@@ -466,15 +476,15 @@ def squared_to_nearest(points: Tensor, centres: Tensor) -> Tensor:
 def squared_to_two_owners(
     points: Tensor, centres: Tensor, owners: Tensor, count: int, enough: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which owner has the nearest centre of each point, and how far that of any other owner is.
+    """The owner of each point's nearest centre, and the distance to the nearest of another owner.
 
     Args:
         points: (N, d), any floating dtype. Distances are taken in float32.
         centres: (M, d).
-        owners: (M,) int64 from 0 to `count` − 1, whose each centre is.
-        count: how many owners there are.
-        enough: a point that has centres of two owners within this squared distance needs no closer
-            ones: what is returned of it is of any two such owners.
+        owners: (M,) int64 from 0 to `count` − 1, the owner of each centre.
+        count: number of owners.
+        enough: the search for a point may end once centres of two owners lie within this squared
+            distance; the result is then of any two such owners.
 
     Returns:
         The squared distance (N,) float32 to the nearest centre, its owner (N,) int64, and the
@@ -495,7 +505,7 @@ def squared_to_two_owners(
 
     def measure(item: tuple[int, Tensor]) -> None:
         cell, block = item
-        if len(block) < _LEAST:
+        if len(block) < _LEAST:  # its first point fills the block up
             block = torch.cat([block, block[:1].expand(_LEAST - len(block))])
         by_owner = cells.squared_to_owners(cell, points.index_select(0, block).float(), enough)
         values, owner_of = by_owner.topk(min(2, count), 0, largest=False)
@@ -509,14 +519,14 @@ def squared_to_two_owners(
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """Centres, and all of them in order of their distances to the first ones, the cells' origins.
+    """Cells of points around the first C of M centres, the cells' origins.
 
     Attributes:
         centres: (M, d) float32.
         owners: (M,) int64 from 0 to `count` − 1.
-        count: how many owners there are.
+        count: number of owners.
         order: (C, M) int64, for each cell the centres from the nearest to its origin on.
-        away: (C, M), their distances to it, ascending.
+        away: (C, M), the distances of these centres to the origin, ascending.
     """
 
     centres: Tensor
@@ -527,7 +537,7 @@ class _Cells:
 
     @classmethod
     def around_first(cls, centres: Tensor, owners: Tensor, count: int) -> _Cells:
-        """As many cells as suit the number of centres."""
+        """Cells around centres (M, d) with owners (M,): one for every 16 centres, 256 at most."""
         cells = max(1, min(len(centres) // _CELL_CENTRES, _CELLS[centres.device.type]))
         away, order = torch.cdist(centres[:cells], centres).sort(1)
         return cls(centres, owners, count, order, away)
@@ -539,9 +549,14 @@ class _Cells:
     def squared_to_owners(self, cell: int, members: Tensor, enough: float) -> Tensor:
         """Squared distances of a cell's members (n, d) to the nearest centre of each owner.
 
+        Args:
+            cell: the cell's number.
+            members: (n, d) float32.
+            enough: see `squared_to_two_owners`.
+
         Returns:
-            (count, n). Only the two lowest of each member are sure, and none within `enough`, the
-            second lowest from which on a member needs no closer centre.
+            (count, n). Only the two lowest of each member are exact, and these only where the
+            second lowest is above `enough`; all others are upper bounds.
         """
         origin, order, away = self.centres[cell], self.order[cell], self.away[cell]
         # Relative to the origin: distances are multiplied out, and large norms would cancel.
@@ -552,10 +567,11 @@ class _Cells:
         for first in range(0, len(order), step):
             if first:
                 second = squared.topk(min(2, self.count), 0, largest=False).values[-1]
-                going = ~(second <= enough)  # what is NaN stays so, and is never done
-                if not bool(going.any()):
+                unsettled = ~(second <= enough)  # includes NaN
+                if not bool(unsettled.any()):
                     break
-                reach = float((norms.sqrt() + second.sqrt())[going].amax())
+                # A centre farther than this from the origin is no member's second nearest.
+                reach = float((norms.sqrt() + second.sqrt())[unsettled].amax())
                 if float(away[first]) > reach * _MARGIN:
                     break
             near = order[first : first + step]

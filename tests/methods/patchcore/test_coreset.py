@@ -1,4 +1,4 @@
-"""Greedy k-center against a brute-force loop in float64."""
+"""Greedy k-center and distances to centres against brute force in float64."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patch_lists import PatchList
 from scipy.spatial.distance import cdist
 
 from anomaly.errors import ConfigError, DataError
+from anomaly.methods.base import PatchBatch
 from anomaly.methods.patchcore.coreset import (
+    Selection,
     coreset_size,
-    covering_radius,
+    distances_to_nearest,
     greedy_k_center,
     random_projection,
+    select_coreset,
+    squared_to_two_owners,
 )
+
+DIM = 12
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -75,7 +82,6 @@ def test_each_pick_is_a_farthest_point(points: torch.Tensor, size: int) -> None:
     assert_greedy(points, picks)
     exact = cdist(points.double(), points[picks].double()).min(1).max()
     assert chosen.covering_radius == pytest.approx(exact, rel=1e-5)
-    assert covering_radius(points, points[picks]) == pytest.approx(exact, rel=1e-5)
 
 
 def test_impossible_sizes_and_bad_values_are_refused() -> None:
@@ -128,3 +134,94 @@ def test_coreset_size() -> None:
     assert coreset_size(7, 1.0) == 7
     assert coreset_size(214016, 0.01) == 2140
     assert coreset_size(100, 0.29) == 29  # 100 * 0.29 is 28.999… in binary
+
+
+def stream_of(sizes: list[int], seed: int = 0) -> list[torch.Tensor]:
+    """Images of a changing process: later ones hold kinds of patches that earlier ones don't."""
+    g = torch.Generator().manual_seed(seed)
+    kinds = 5 * torch.randn(40, DIM, generator=g)
+    return [
+        kinds[torch.randint(1 + i * 40 // len(sizes), (n,), generator=g)]
+        + torch.randn(n, DIM, generator=g)
+        for i, n in enumerate(sizes)
+    ]
+
+
+def streamed(stream: list[torch.Tensor], size: int, rows: int, seed: int = 0) -> Selection:
+    """The selection from portions of points in fixed memory, with indices as picks."""
+    chosen = select_coreset(
+        PatchList(PatchBatch(points[None, None], (i,)) for i, points in enumerate(stream)),
+        torch.eye(DIM),
+        size / sum(map(len, stream)),
+        memory_limit=rows * DIM * 4,
+        generator=seeded(seed),
+    )
+    firsts = torch.tensor([0, *map(len, stream)]).cumsum(0)
+    image, rank = chosen.picks.T
+    return Selection(firsts[image] + rank, chosen.covering_radius)
+
+
+def test_more_than_fit_may_be_wanted() -> None:
+    """As many as are asked for needn't have come when the memory is full for the first time."""
+    stream = stream_of([500] * 10)
+    assert len(set(streamed(stream, 2500, 1024).picks.tolist())) == 2500
+
+
+@settings(max_examples=20)
+@given(
+    sizes=st.lists(st.integers(1, 900), min_size=1, max_size=8),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_any_stream(sizes: list[int], share: float, seed: int) -> None:
+    """Distinct picks, as many as wanted, and a radius that holds for every point."""
+    stream = stream_of(sizes, seed)
+    size = max(1, int(share * sum(sizes)))
+    chosen = streamed(stream, size, 0, seed)
+    points = torch.cat(stream)
+    assert len(set(chosen.picks.tolist())) == size
+    true = cdist(points.double(), points[chosen.picks].double()).min(1).max()
+    assert true <= chosen.covering_radius * (1 + 1e-4) + 1e-4
+
+
+def _every_pair(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(points.double(), centres.double()).square()
+
+
+@pytest.mark.parametrize("in_pick_order", [True, False])
+def test_the_two_nearest_owners_are_those_of_all_pairs(in_pick_order: bool) -> None:
+    points = clustered(5000, 16)
+    picks = greedy_k_center(points, 800, generator=seeded()).picks
+    centres = points[picks if in_pick_order else picks.sort().values]
+    owners = torch.randint(5, (800,), generator=seeded(1))
+    owners[owners == 3] = 4  # the fourth has none
+    least, nearest, others = squared_to_two_owners(points, centres, owners, 5)
+    every = _every_pair(points, centres)
+    by_owner = torch.stack(
+        [every[:, owners == k].amin(1) if k != 3 else every[:, 0] + torch.inf for k in range(5)], 1
+    )
+    two = by_owner.sort(1)
+    torch.testing.assert_close(least.double(), two.values[:, 0], rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(others.double(), two.values[:, 1], rtol=1e-4, atol=1e-2)
+    clear = two.values[:, 1] - two.values[:, 0] > 0.1
+    assert bool((nearest == two.indices[:, 0])[clear].all())
+    assert int(clear.sum()) > 4000
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_point_has_the_same_distances_among_any_others(threads: int) -> None:
+    """Machines of a cluster see some of the points each, and make one machine's model."""
+    points, centres = clustered(700, 128, seed=7), clustered(600, 128, seed=8)
+    owners = torch.arange(600) % 10
+    together = squared_to_two_owners(points, centres, owners, 10)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        parts = [squared_to_two_owners(p, centres, owners, 10) for p in points.split(50)]
+    finally:
+        torch.set_num_threads(before)
+    for whole, pieces in zip(together, zip(*parts, strict=True), strict=True):
+        torch.testing.assert_close(whole, torch.cat(pieces), rtol=1e-6, atol=0)
+    exact = _every_pair(points, centres).amin(1).sqrt()
+    found = distances_to_nearest(points, centres)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-2)

@@ -1,12 +1,14 @@
 """Banks without some images: nothing of these is left, and what went is made up for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from patch_lists import PatchList
 
 from anomaly.methods.base import PatchBatch
 from anomaly.methods.patchcore.bank import MemoryBank
-from anomaly.methods.patchcore.fitter import MemoryBankFitter, banks_without
+from anomaly.methods.patchcore.fitter import MemoryBankFitter
 
 FOLDS = [(0, 1), (2, 3, 4), (5,)]
 
@@ -23,18 +25,16 @@ def _batches(seed: int = 0, inside: bool = False) -> PatchList:
     return PatchList(batches)
 
 
-def _fit(batches: PatchList, ratio: float) -> tuple[MemoryBank, torch.Tensor]:
+def _fit(batches: PatchList, ratio: float) -> tuple[MemoryBankFitter, MemoryBank]:
     fitter = MemoryBankFitter(coreset_ratio=ratio, projection_dim=8)
-    return fitter.fit(batches), fitter.projection(12)
+    return fitter, fitter.fit(batches)
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_fold_leaves_nothing_behind(inside: bool) -> None:
     batches = _batches(inside=inside)
-    bank, projection = _fit(batches, 0.2)
-    for fold, left in zip(
-        FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
-    ):
+    fitter, bank = _fit(batches, 0.2)
+    for fold, left in fitter.held_out(bank, batches, FOLDS, grouped=False):
         images = left.origins[:, 0].tolist()
         assert not set(images) & set(fold)
         assert len(set(map(tuple, left.origins.tolist()))) == len(left.origins)
@@ -48,19 +48,17 @@ def test_a_fold_leaves_nothing_behind(inside: bool) -> None:
 def test_the_others_are_covered_as_closely_by_no_more_vectors_than_it_takes(ratio: float) -> None:
     """Against greedy k-center, a pick at a time, in float64."""
     batches = _batches(5)
-    bank, projection = _fit(batches, ratio)
+    fitter, bank = _fit(batches, ratio)
     places, points = [], []
     for batch in batches:
         for image, grid in zip(batch.images, batch.embeddings, strict=True):
             places += [[image, r, c] for r in range(grid.shape[0]) for c in range(grid.shape[1])]
-            points.append((grid.flatten(0, 1) @ projection).double())
+            points.append((grid.flatten(0, 1) @ fitter.selection_matrix(12)).double())
     every, images = torch.cat(points), torch.tensor(places)[:, 0]
-    vectors = (bank.vectors @ projection).double()
+    vectors = (bank.vectors @ fitter.selection_matrix(12)).double()
     nearest = torch.cdist(every, vectors).argmin(1)
     added = []
-    for fold, left in zip(
-        FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
-    ):
+    for fold, left in fitter.held_out(bank, batches, FOLDS, grouped=False):
         gone = torch.isin(bank.origins[:, 0], torch.tensor(fold))
         uncovered = (gone[nearest] & ~torch.isin(images, torch.tensor(fold))).nonzero()[:, 0]
         away = torch.cdist(every, vectors[~gone]).amin(1)[uncovered]
@@ -78,14 +76,15 @@ def test_the_others_are_covered_as_closely_by_no_more_vectors_than_it_takes(rati
 
 def test_one_fold_is_refused() -> None:
     batches = _batches()
-    bank, projection = _fit(batches, 0.2)
+    fitter, bank = _fit(batches, 0.2)
     with pytest.raises(ValueError, match="two folds"):
-        next(banks_without(bank, batches, [tuple(range(6))], projection=projection))
+        next(fitter.held_out(bank, batches, [tuple(range(6))], grouped=False))
 
 
 def test_of_a_share_of_no_patch_nothing_is_drawn_in_the_place_of_what_went() -> None:
     batches = _batches(4)
-    bank, projection = _fit(batches, 0.2)
+    fitter, bank = _fit(batches, 0.2)
     known = bank.origins.tolist()
-    for left in banks_without(bank, batches, FOLDS, projection=projection, share=0.0):
+    without_memory = replace(fitter, memory_limit=0)
+    for _, left in without_memory.held_out(bank, batches, FOLDS, grouped=False):
         assert all(origin in known for origin in left.origins.tolist())
