@@ -28,7 +28,6 @@ SETTINGS = {
     "tiles": ("image.tile=64",),
     "turned copies": ("model.turned_copies=quarter_turns_and_mirrors",),
     "paper's score": ("model.image_score=reweighted",),
-    "adaptive": ("model.embedding=adaptive",),
 }
 
 

@@ -216,10 +216,9 @@ class ModelConfig(_Section):
 
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
     """PatchCore: share of the patches kept in the memory bank."""
-    embedding: Literal["sharp", "concat", "adaptive"] = "sharp"
+    embedding: Literal["sharp", "concat"] = "sharp"
     """PatchCore: layers averaged over 3 × 3 positions and joined, with more weight on the
-    centre in the finest layer (`sharp`) or without (`concat`, as published); or pooled as in the
-    reference (`adaptive`)."""
+    centre in the finest layer (`sharp`) or without (`concat`, as published)."""
     spacing_neighbours: Annotated[int, Field(ge=0, le=1000)] = 9
     """PatchCore: number of neighbours that make rare kinds of good patches count less for the
     image score. 0: plain distances, which maps always use."""

@@ -92,17 +92,17 @@ class PatchSet(Protocol):
 def check_tensors(
     tensors: Mapping[str, Array], wanted: Mapping[str, tuple[object, tuple[int, ...]]]
 ) -> None:
-    """Check that saved tensors are those of a scorer.
+    """Check names, types, shapes and values of saved tensors.
 
     Args:
-        tensors: by name; arrays, too.
+        tensors: tensors or arrays by name.
         wanted: dtype (`float32`, say, or torch's) and shape of each; -1 takes any length but 0.
 
     Raises:
         ModelError: one is missing, unknown, of another dtype or shape, or holds NaN or infinity.
     """
     if unexpected := sorted(tensors.keys() ^ wanted.keys()):
-        raise ModelError(f"the scorer's tensors {', '.join(unexpected)} are missing or unknown")
+        raise ModelError(f"the saved tensors {', '.join(unexpected)} are missing or unknown")
     for name, (dtype, shape) in wanted.items():
         tensor = tensors[name]
         same = _name(tensor.dtype) == _name(dtype)
@@ -112,11 +112,11 @@ def check_tensors(
         )
         if not (same and fits):
             raise ModelError(
-                f"the scorer's tensor {name} is {tuple(tensor.shape)} of {_name(tensor.dtype)}, "
+                f"the saved tensor {name} is {tuple(tensor.shape)} of {_name(tensor.dtype)}, "
                 "which doesn't go with the others"
             )
         if not is_finite(tensor):
-            raise ModelError(f"the scorer's tensor {name} holds NaN or infinite values")
+            raise ModelError(f"the saved tensor {name} holds NaN or infinite values")
 
 
 def _name(dtype: object) -> str:

@@ -11,9 +11,9 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import ModelError
 from anomaly.imaging.arrays import Array, as_numpy, module_of
 from anomaly.imaging.loading import NetworkInput
+from anomaly.methods.base import axis_length, check_tensors
 
 Floats = NDArray[np.float64]
 
@@ -301,14 +301,14 @@ class TrainingStatistics:
         return not self.is_reliable or not self._outlying_embedding(other.mean)
 
     def _outlying_embedding(self, embedding: Floats) -> str:
+        """A message if a mean embedding (D,) is another product's; empty otherwise."""
         apart = embedding - self.mean
         away = float(self._standardised(apart, self.variance))
         in_spreads = float(_root_mean_square(apart)) / self.spread
         if away > FARTHER * self.seen_distance and in_spreads > LEAST_DISTANCE:
             return (
-                f"the image as a whole lies at distance {away:.2g} from the training images, which "
-                f"lie at most {self.seen_distance:.2g} from each other (another product, or turned "
-                "or cropped differently?)"
+                "it looks like none of the training images (another product, turned or cropped "
+                "differently, or badly broken?)"
             )
         return ""
 
@@ -339,9 +339,8 @@ class TrainingStatistics:
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         """The tensors to save, by name."""
-        bounds = np.array([[*self.ranges[n], *self.seen[n]] for n in _LEAST_FACTOR])
         return {
-            "bounds": bounds,
+            "seen": np.array([self.seen[name] for name in _LEAST_FACTOR]),
             "mean": self.mean,
             "variance": self.variance,
             "spread": np.array(self.spread),
@@ -350,27 +349,27 @@ class TrainingStatistics:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, NDArray[Any]], images: int) -> TrainingStatistics:
-        """The statistics stored by `tensors`, for the number of training images.
+        """The statistics saved by `tensors`.
+
+        Args:
+            tensors: arrays by name.
+            images: number of training images.
 
         Raises:
-            ModelError: they aren't the statistics of training images.
+            ModelError: the tensors aren't the statistics of training images.
         """
-        dimensions = {"bounds": 2, "mean": 1, "variance": 1, "spread": 0, "farthest": 2}
-        kinds = {name: (count, "float64") for name, count in dimensions.items()}
-        if (
-            {name: (value.ndim, value.dtype.name) for name, value in tensors.items()} != kinds
-            or not all(np.isfinite(v).all() for v in tensors.values())
-            or tensors["bounds"].shape != (len(_LEAST_FACTOR), 4)
-            or tensors["variance"].shape != tensors["mean"].shape
-            or tensors["farthest"].shape[1:] != tensors["mean"].shape
-            or not len(tensors["farthest"])
-            or (tensors["variance"] < 0).any()
-            or tensors["spread"] <= 0
-        ):
-            raise ModelError("the statistics of the training images are damaged")
-        bounds = dict(zip(_LEAST_FACTOR, tensors["bounds"].tolist(), strict=True))
+        dimensions = axis_length(tensors, "mean")
+        shapes = {
+            "seen": (len(_LEAST_FACTOR), 2),
+            "mean": (-1,),
+            "variance": (dimensions,),
+            "spread": (),
+            "farthest": (-1, dimensions),
+        }
+        check_tensors(tensors, {name: ("float64", shape) for name, shape in shapes.items()})
+        seen = zip(_LEAST_FACTOR, tensors["seen"].tolist(), strict=True)
         return cls(
-            seen={name: (b[2], b[3]) for name, b in bounds.items()},
+            seen={name: (low, high) for name, (low, high) in seen},
             mean=tensors["mean"],
             variance=tensors["variance"],
             spread=float(tensors["spread"]),

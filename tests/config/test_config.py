@@ -78,7 +78,7 @@ def test_what_the_method_and_the_size_decide() -> None:
         ("model: {coreset_rato: 0.1}", "unknown key 'model.coreset_rato'; did you mean"),
         ("model: {coreset_ratio: 2}", "model.coreset_ratio is 2: must be 1 or less"),
         ("model: {kind: patchcor}", "model.kind is 'patchcor'"),
-        ("model: {embedding: levels}", "model.embedding is 'levels': must be 'sharp', 'concat'"),
+        ("model: {embedding: levels}", "model.embedding is 'levels': must be 'sharp' or 'concat'"),
         ("model: 3", "model is 3"),
         ("image: {crop: 224}", "image.crop needs image.resize"),
         ("image: {resize: 64, crop: 224}", "image.crop is 224, larger than image.resize (64)"),

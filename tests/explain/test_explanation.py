@@ -96,7 +96,7 @@ def test_the_patch_of_a_peak_is_the_nearest_one_that_counts() -> None:
     "model",
     [
         {"image_score": "reweighted"},
-        {"embedding": "adaptive", "image_score": "top_percent"},
+        {"embedding": "concat", "image_score": "top_percent"},
         {"kind": "padim"},
         {"kind": "padim", "dimensions": 6},  # more images than dimensions
     ],

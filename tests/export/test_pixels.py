@@ -33,8 +33,7 @@ REGION = "image.region={polygons: [[[0.1, 0.1], [0.8, 0.1], [0.8, 0.9]]]}"
 def exported(product: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A PatchCore run and its export for ONNX Runtime."""
     folder = tmp_path_factory.mktemp("pixels")
-    settings = ["model.embedding=adaptive", REGION]
-    run_command("train", train_arguments(product, folder / "run", *settings))
+    run_command("train", train_arguments(product, folder / "run", REGION))
     return folder / "run", export(folder, product, "onnx")
 
 

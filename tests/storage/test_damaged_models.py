@@ -156,7 +156,8 @@ def test_tensors_of_the_network(bank: Path) -> None:
 def test_files_that_are_cut_changed_or_not_there(bank: Path) -> None:
     for file in sorted(bank.iterdir()):
         whole = file.read_bytes()
-        others = (b"", whole[:9], whole[: len(whole) // 2], whole[:-1], whole[:-2] + b"\0\0")
+        changed = whole[:-1] + bytes([255 - whole[-1]])
+        others = (b"", whole[:9], whole[: len(whole) // 2], whole[:-1], changed)
         for data in (*others, b"[" * 200_000, b"\xff" * 64):
             file.write_bytes(data)
             assert attempt(bank) is None, (file, data[:20])

@@ -44,7 +44,7 @@ class MemoryBank(Scorer):
         covering_radius: no training patch is farther than this from its nearest bank vector,
             among the projected embeddings that the coreset was selected on.
         search: how neighbours are found, see `NearestNeighbors`.
-        embedding: how feature maps become embeddings: `sharp`, `concat` or `adaptive`, see
+        embedding: how feature maps become embeddings: `sharp` or `concat`, see
             `anomaly.methods.patchcore.embedding`.
         spacing_neighbours: how many neighbours of each vector `spacing` is the mean distance to; 0
             for none.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly.errors import OutputError
+from anomaly.files.writing import draft
 from anomaly.imaging.arrays import Array, as_numpy, like, module_of
 from anomaly.methods.base import device_of
 from anomaly.runtime import get_threads, one_blas_thread, parallel_map
@@ -341,21 +342,11 @@ def _inverted(vectors: Floats) -> Any:
         index.train(vectors)
         index.add(vectors)
         if file is not None:
-            _write_index(index, file)
+            # A cache that can't be written to costs time, no more.
+            with suppress(OutputError, RuntimeError), draft(file) as unfinished:
+                faiss.write_index(index, str(unfinished))
     index.nprobe = _LISTS_PROBED
     return index
-
-
-def _write_index(index: Any, file: Path) -> None:
-    import faiss  # heavy, and wanted by few
-
-    # A cache that can't be written to costs time, no more.
-    with suppress(OSError, RuntimeError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=file.parent, suffix=".part")
-        os.close(handle)
-        faiss.write_index(index, draft)
-        Path(draft).replace(file)
 
 
 def is_screened(bank: Array) -> bool:

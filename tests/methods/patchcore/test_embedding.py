@@ -1,12 +1,10 @@
 """Patch embeddings against forms that unfold every neighbourhood, as the reference does."""
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from anomaly.methods.patchcore.embedding import (
-    patchcore_adaptive,
     patchcore_concat,
     patchcore_sharp,
 )
@@ -32,20 +30,6 @@ def _reference_concat(maps: list[Tensor]) -> Tensor:
     return torch.cat(up, 1).permute(0, 2, 3, 1)
 
 
-def _reference_adaptive(maps: list[Tensor]) -> Tensor:
-    """The reference's steps: unfold, up-sample the unfolded, pool each to 1024, stack, pool."""
-    finest = maps[0].shape[-2:]
-    pooled = []
-    for m in maps:
-        unfolded = _unfolded(m).flatten(1, 2)
-        up = F.interpolate(unfolded, size=finest, mode="bilinear", align_corners=False)
-        rows = up.permute(0, 2, 3, 1).flatten(0, 2)
-        pooled.append(F.adaptive_avg_pool1d(rows[:, None], 1024)[:, 0])
-    stacked = torch.stack(pooled, dim=1).flatten(1)
-    embedded = F.adaptive_avg_pool1d(stacked[:, None], 1024)[:, 0]
-    return embedded.reshape(maps[0].shape[0], *finest, 1024)
-
-
 def test_concat_equals_the_unfolded_form() -> None:
     maps = _maps([16, 24], [(12, 10), (6, 5)])
     torch.testing.assert_close(patchcore_concat(maps), _reference_concat(maps))
@@ -61,19 +45,6 @@ def test_sharp_weighs_the_finest_layers_centre_as_its_eight_neighbours_together(
     torch.testing.assert_close(found[..., :20], torch.cat(fine, 1).permute(0, 2, 3, 1))
     torch.testing.assert_close(found[..., 20:], _reference_concat(maps)[..., 20:])
     assert patchcore_sharp([m.bfloat16() for m in maps]).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    "channels",
-    [[512, 1024], [32, 96], [24, 32, 96], [256], [40, 112], [2048, 1024]],
-    ids=str,
-)
-def test_adaptive_equals_the_reference_steps(channels: list[int]) -> None:
-    sizes = [(8, 6), (4, 3), (2, 2)][: len(channels)]
-    maps = _maps(channels, sizes)
-    ours = patchcore_adaptive(maps)
-    assert ours.shape == (2, 8, 6, 1024)
-    torch.testing.assert_close(ours, _reference_adaptive(maps), rtol=1e-5, atol=1e-6)
 
 
 def test_the_finest_grid_wins_whatever_the_order_and_memory_format() -> None:
