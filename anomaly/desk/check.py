@@ -1,4 +1,4 @@
-"""Data set -> what is in it, what would go wrong with it, and the settings that suit it.
+"""Data set -> counts, faults, and the settings that suit it.
 
 Decodes every image and mask, and trains nothing.
 """
@@ -40,19 +40,18 @@ from anomaly.imaging.read import (
     aspect_error,
     derive,
     read_image,
-    say_unstated_bits,
 )
 from anomaly.runtime import Progress
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
-# For the advice: images of which each patch may be the only one of its kind; images whose coreset
-# is small at any ratio; original pixels of the shorter side from which small defects vanish at 256.
-_HANDFUL, SMALL_SET, _LARGE = 8, 50, 2048
-_TILE = 1024
-# Images that show how parts lie; ranges that good parts may lie in, margins included: within 15°
-# any angle of a round part matches as well.
-_POSES, _TURNED, _SHIFTED = 64, math.radians(60), 0.1
-_LEAST_TILE = 64  # the smallest that the settings allow
+_HANDFUL = 8  # images; of so few each patch may be the only one of its kind
+SMALL_SET = 50  # images; of fewer the coreset is small at any ratio
+_LARGE = 2048  # pixels of the shorter side, from which small defects vanish at 256
+_TILE, _LEAST_TILE = 1024, 64  # pixels: side to propose, and the smallest that the settings allow
+_POSES = 64  # images that show how parts lie
+# Ranges in which good parts may lie, as an angle and in shares of the image, margins included:
+# within 15° any angle of a round part matches as well.
+_TURNED, _SHIFTED = math.radians(60), 0.1
 _COUNTED = 4  # sizes or kinds of images that a line names
 
 
@@ -104,11 +103,11 @@ class SplitSummary:
     good: int
     defect: int
     usable: int
-    sizes: dict[str, int]
-    modes: dict[str, int]
+    sizes: Counter[str]
+    modes: Counter[str]
 
     def lines(self, name: str) -> list[str]:
-        """Two lines for people; `name` is the split's."""
+        """Two lines for people, the first with the split's name."""
         images = self.good + self.defect
         fewer = f"; {self.usable} of these {images} can be used" if self.usable < images else ""
         return [
@@ -117,11 +116,12 @@ class SplitSummary:
         ]
 
 
-def _counts(counts: dict[str, int], what: str) -> str:
+def _counts(counts: Counter[str], noun: str) -> str:
+    """The most common values with their numbers, in words; `noun` names the values."""
     if len(counts) == 1:
         return f"all {next(iter(counts))}"
-    listed = ", ".join(f"{count} {name}" for name, count in list(counts.items())[:_COUNTED])
-    return f"{len(counts)} {what}: {listed}" + (" …" if len(counts) > _COUNTED else "")
+    listed = ", ".join(f"{count} {name}" for name, count in counts.most_common(_COUNTED))
+    return f"{len(counts)} {noun}: {listed}" + (" …" if len(counts) > _COUNTED else "")
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,16 @@ class DataReport:
         return any(fault.severity is severity for fault in self.faults)
 
     def lines(self, most: int | None = None) -> list[str]:
-        """Lines for people; `most` faults of a kind are named, all where it is None."""
+        """Lines for people: counts, then faults.
+
+        Args:
+            most: number of faults of a kind to name; None for all.
+        """
         lines = [line for name, split in self.splits.items() for line in split.lines(name)]
         for severity in Severity:
             faults = [fault for fault in self.faults if fault.severity is severity]
-            if not faults:
-                continue
-            lines += ["", f"{severity}: {len(faults)}"]
+            if faults:
+                lines += ["", f"{severity}: {len(faults)}"]
             for kind in dict.fromkeys(fault.kind for fault in faults):
                 details = [fault.detail for fault in faults if fault.kind == kind]
                 shown = first_of(details, " (anomaly check names them)", most)
@@ -178,7 +181,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class _CheckedImage:
-    """The facts about an image that outlive its pixels; size (H0, W0) None if it's unusable."""
+    """The facts about an image that outlive its pixels.
+
+    Attributes:
+        split: the image's split.
+        sample: the image.
+        faults: faults of the image and its mask.
+        size: (H0, W0) in original pixels; None if the image is unusable.
+        mode: colour and bits a sample, as stored.
+        look: hashes and a coarse picture, to find copies; None if the image is unusable.
+    """
 
     split: str
     sample: Sample
@@ -207,16 +219,19 @@ def check(
         progress(len(images), len(everything))
     brightest = (image.look.brightest for image in images if image.look is not None)
     bits = reading.decoding.unstated_bits(brightest)
-    faults = [fault for image in images for fault in image.faults]
-    faults += [Fault("mask_unused", strays([m])) for m in dataset.unused_masks]
-    looks = _good_looks(images)
-    shown = frames(looks)
-    faults += [*_missing_masks(images), *_repeated(images)]
-    faults += [*_nearly_repeated(images, looks, shown), *_too_few(images)]
-    if bits is not None:
-        faults.append(Fault("bit_depth", say_unstated_bits(bits)))
-    if reading.one_aspect:
-        faults += _other_aspects(images)
+    # A defect may differ from a good part in a small mark only, so it is no copy.
+    looks = {i: im.look for i, im in enumerate(images) if im.look and not im.sample.is_defect}
+    frame_of = frames(looks)
+    faults = [
+        *(fault for image in images for fault in image.faults),
+        *(Fault("mask_unused", strays([mask])) for mask in dataset.unused_masks),
+        *_missing_masks(images),
+        *_repeated(images),
+        *_nearly_repeated(images, looks, frame_of),
+        *_too_few(images),
+        *([] if bits is None else [Fault("bit_depth", say_bits_used(bits))]),
+        *(_other_aspects(images) if reading.one_aspect else ()),
+    ]
     order = list(Severity)
     faults.sort(key=lambda fault: order.index(fault.severity))
     splits = {
@@ -224,16 +239,17 @@ def check(
         for name, samples in dataset.splits.items()
         if samples
     }
-    together: dict[int, list[str]] = {}
-    for i, frame in shown.items():
-        together.setdefault(frame, []).append(images[i].sample.name)
-    copies = tuple(tuple(names) for names in together.values() if len(names) > 1)
+    by_frame: dict[int, list[str]] = {}
+    for i, frame in frame_of.items():
+        by_frame.setdefault(frame, []).append(images[i].sample.name)
+    copies = tuple(tuple(names) for names in by_frame.values() if len(names) > 1)
     return DataReport(splits, tuple(faults), bits, copies)
 
 
 def _check_all(
     everything: Sequence[tuple[str, Sample]], reading: Reading
 ) -> Iterator[_CheckedImage]:
+    """Facts about all images, in order; decoding processes look at them."""
     results = read_all(partial(_check_image, reading), everything)
     for result, (split, sample) in zip(results, everything, strict=True):
         if isinstance(result, _CheckedImage):
@@ -244,9 +260,9 @@ def _check_all(
             yield _CheckedImage(split, sample, (fault,))
 
 
-def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
-    """Look at one image and its mask; called in a decoding process."""
-    split, sample = given
+def _check_image(reading: Reading, named: tuple[str, Sample]) -> _CheckedImage:
+    """Facts about one image and its mask, from (split, sample); for a decoding process."""
+    split, sample = named
     try:
         image = read_image(sample.path, reading.decoding)
         if not reading.tiled:
@@ -262,6 +278,7 @@ def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
 
 
 def _mask_faults(sample: Sample, image: Image) -> Iterator[Fault]:
+    """A mask that can't be used or contradicts its image, or one that marks nothing."""
     if sample.mask_path is None:
         return
     try:
@@ -294,47 +311,51 @@ def _missing_masks(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
 
 
 def _repeated(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
+    """Pictures that are there twice: with two labels, in two splits, or in one."""
     first: dict[str, _CheckedImage] = {}
     for image in images:
-        if image.look is None or (other := first.setdefault(image.look.picture, image)) is image:
+        if image.look is None or (twin := first.setdefault(image.look.picture, image)) is image:
             continue
-        if contrary := contradiction(other.sample, image.sample):
-            yield Fault("two_labels", str(contrary))
+        if conflict := contradiction(twin.sample, image.sample):
+            yield Fault("two_labels", str(conflict))
             continue
-        detail = f"{image.sample.path} is the same picture as {other.sample.path}"
-        if leaks := other.split != image.split:
-            detail += f" in {other.split}: remove it from one of them"
+        detail = f"{image.sample.path} is the same picture as {twin.sample.path}"
+        if leaks := twin.split != image.split:
+            detail += f" in {twin.split}: remove it from one of them"
         yield Fault("leak" if leaks else "duplicate", detail)
 
 
-def _good_looks(images: Sequence[_CheckedImage]) -> dict[int, Look]:
-    """Looks of good images, by index. A defect may differ from a good part in a small mark only."""
-    good = ((i, image.look) for i, image in enumerate(images) if not image.sample.is_defect)
-    return {i: look for i, look in good if look is not None}
-
-
 def _nearly_repeated(
-    images: Sequence[_CheckedImage], looks: Mapping[int, Look], shown: Mapping[int, int]
+    images: Sequence[_CheckedImage], looks: Mapping[int, Look], frame_of: Mapping[int, int]
 ) -> Iterator[Fault]:
+    """Good images that differ at most in noise or compression.
+
+    Args:
+        images: all images.
+        looks: looks of the usable good images, by index.
+        frame_of: number of the frame that each of these shows; copies share it.
+    """
     samples = {i: images[i].sample for i in looks}
     learned = {i: look for i, look in looks.items() if images[i].split == "train"}
     if detail := near_copies(samples, learned):
         yield Fault("near_copies", detail)
     pictures = {look.picture for look in learned.values()}
-    in_training = {shown[i]: i for i in learned}
-    others = {i: look for i, look in looks.items() if i not in learned}
-    alike = [i for i, o in others.items() if shown[i] in in_training and o.picture not in pictures]
+    in_training = {frame_of[i]: i for i in learned}
+    tested = [i for i in looks if i not in learned]
+    # Equal pictures are reported as leaks already.
+    alike = [i for i in tested if frame_of[i] in in_training and looks[i].picture not in pictures]
     if alike:
-        tested, trained = samples[alike[0]].path, samples[in_training[shown[alike[0]]]].path
+        copy, original = samples[alike[0]].path, samples[in_training[frame_of[alike[0]]]].path
         detail = (
-            f"{len(alike)} of {len(others)} other good images are near copies of training images, "
-            f"different only in noise or compression ({tested} of {trained}), so figures will be "
+            f"{len(alike)} of {len(tested)} other good images are near copies of training images, "
+            f"different only in noise or compression ({copy} of {original}), so figures will be "
             "too good; keep all images of one part in one split"
         )
         yield Fault("near_copies", detail)
 
 
 def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
+    """Fewer different training images than thresholds need."""
     train = [image for image in images if image.split == "train"]
     pictures = {image.look.picture for image in train if image.look}
     if not pictures:
@@ -345,6 +366,7 @@ def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
 
 
 def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
+    """Images of another aspect than the training images' median."""
     sized = [(image, image.size) for image in images if image.size is not None]
     learned = [height / width for image, (height, width) in sized if image.split == "train"]
     for image, size in sized if learned else ():
@@ -358,14 +380,15 @@ def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
 
 
 def _summary(images: Sequence[_CheckedImage]) -> SplitSummary:
-    defect = sum(image.sample.is_defect for image in images)
-    sizes = Counter(f"{image.size[1]}×{image.size[0]}" for image in images if image.size)
+    """Counts of one split's images."""
+    defects = sum(image.sample.is_defect for image in images)
+    sizes = [image.size for image in images if image.size is not None]
     return SplitSummary(
-        good=len(images) - defect,
-        defect=defect,
-        usable=sum(image.size is not None for image in images),
-        sizes=dict(sizes.most_common()),
-        modes=dict(Counter(image.mode for image in images if image.mode).most_common()),
+        good=len(images) - defects,
+        defect=defects,
+        usable=len(sizes),
+        sizes=Counter(f"{width}×{height}" for height, width in sizes),
+        modes=Counter(image.mode for image in images if image.mode),
     )
 
 
@@ -386,8 +409,22 @@ class Advice:
 
 def advice(report: DataReport) -> Iterator[Advice]:
     """Settings that suit a data set with usable training images."""
-    yield Advice("model.coreset_ratio", *_coreset_ratio(report.splits["train"].usable))
-    yield from _shape_advice(report)
+    usable = report.splits["train"].usable
+    ratio = 0.02
+    reason = (
+        f"{usable} images: keeping 2 % of the patches is nearly as accurate as 10 %, and faster"
+    )
+    if usable <= _HANDFUL:
+        ratio = 1.0
+        reason = f"very few images to learn from ({usable}), so all of their patches are kept"
+    elif usable < SMALL_SET:
+        ratio = 0.1
+        reason = (
+            f"few images to learn from ({usable}), so 10 % of the patches are kept instead of 2 %: "
+            "rare details survive"
+        )
+    yield Advice("model.coreset_ratio", ratio, reason)
+    yield from _tile_advice(report)
     if report.bit_depth is not None:
         reason = (
             f"no 16-bit image uses more than {report.bit_depth} bits; without this setting they "
@@ -396,23 +433,28 @@ def advice(report: DataReport) -> Iterator[Advice]:
         yield Advice("image.bit_depth", report.bit_depth, reason)
 
 
-def _coreset_ratio(usable: int) -> tuple[float, str]:
-    """The share of patches to keep, and the reason."""
-    if usable <= _HANDFUL:
-        return 1.0, f"very few images to learn from ({usable}), so all of their patches are kept"
-    if usable < SMALL_SET:
-        return 0.1, (
-            f"few images to learn from ({usable}), so 10 % of the patches are kept instead of 2 %: "
-            "rare details survive"
+def _tile_advice(report: DataReport) -> Iterator[Advice]:
+    """Tiles, where most images are large or strips."""
+    sizes = sum((split.sizes for split in report.splits.values()), Counter[str]())
+    common = sizes.most_common(1)[0][0]
+    width, height = (int(side) for side in common.split("×"))
+    is_large = min(width, height) >= _LARGE
+    if is_large or is_strip((height, width)):
+        tile = max(_LEAST_TILE, min(width, height, _TILE))
+        tiles = -(-width // tile) * -(-height // tile)  # rounded up
+        kind = "strips, too thin to be seen as a whole"
+        if is_large:
+            kind = "large, and small defects would vanish"
+        reason = (
+            f"images of {common} are {kind}: each is seen in tiles of {tile} pixels, which takes "
+            f"about {tiles} times as long as without"
         )
-    return 0.02, (
-        f"{usable} images: keeping 2 % of the patches is nearly as accurate as 10 %, and faster"
-    )
+        yield Advice("image.tile", tile, reason)
 
 
 def pose_advice(
     samples: Sequence[Sample], decoding: Decoding, *, one_grid: bool
-) -> tuple[Advice, ...]:
+) -> Iterator[Advice]:
     """Alignment, where good parts lie turned, or shifted and each position is learned separately.
 
     PatchCore compares patches wherever they lie, so shifts cost it little.
@@ -420,7 +462,7 @@ def pose_advice(
     Args:
         samples: good images to learn from.
         decoding: most pixels and significant bits of a file.
-        one_grid: the method learns each position of the image separately (PaDiM).
+        one_grid: True if the method learns each position of the image separately (PaDiM).
     """
     sources = [sample.source for sample in samples[:: max(1, len(samples) // _POSES)]]
     pictures = read_all(partial(derive, grey_picture, decoding), sources)
@@ -428,31 +470,13 @@ def pose_advice(
         greys = [picture for picture in pictures if isinstance(picture, np.ndarray)]
         reference, _ = learn(greys, rigid=True)
     except DataError:  # surfaces have no pose
-        return ()
+        return
     low, high = reference.lowest, reference.highest
     if math.isinf(high.x):  # too few images show how far parts move
-        return ()
+        return
     if high.turn - low.turn > _TURNED:
         reason = "good parts lie turned, so each is brought into one pose first"
-        return (Advice("image.align", "rigid", reason),)
-    if one_grid and max(high.x - low.x, high.y - low.y) > _SHIFTED:
+        yield Advice("image.align", "rigid", reason)
+    elif one_grid and max(high.x - low.x, high.y - low.y) > _SHIFTED:
         reason = "good parts lie in several places, so each is brought to one place first"
-        return (Advice("image.align", "shift", reason),)
-    return ()
-
-
-def _shape_advice(report: DataReport) -> Iterator[Advice]:
-    sizes = sum((Counter(split.sizes) for split in report.splits.values()), Counter[str]())
-    common = sizes.most_common(1)[0][0]
-    width, height = (int(side) for side in common.split("×"))
-    is_large, tile = min(width, height) >= _LARGE, max(_LEAST_TILE, min(width, height, _TILE))
-    if is_large or is_strip((height, width)):
-        tiles = -(-width // tile) * -(-height // tile)
-        why = "large, and small defects would vanish"
-        if not is_large:
-            why = "strips, too thin to be seen as a whole"
-        reason = (
-            f"images of {common} are {why}: each is seen in tiles of {tile} pixels, which takes "
-            f"about {tiles} times as long as without"
-        )
-        yield Advice("image.tile", tile, reason)
+        yield Advice("image.align", "shift", reason)

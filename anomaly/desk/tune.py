@@ -47,17 +47,17 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Numbers = NDArray[np.int64]
 
-_FOLDS, _DIVISIONS = 5, 10  # with 3 divisions the outcome hangs on the seed
-_DRAWS = 2000
-# Signs know little of what the fifths have in common: where 12 settings are alike, one passes this
-# bound in 6 to 8 % of cases, and its expected catch is 2 points too high. A stricter one kept, for
+_FOLDS, _DIVISIONS = 5, 10  # with 3 divisions the outcome depends on the seed
+_DRAWS = 2000  # of random signs
+# Random signs ignore that fifths share parts: where 12 settings are alike, one passes this bound in
+# 6 to 8 % of cases, and its expected catch is 2 points too high. A stricter bound kept, for
 # castings, settings that miss 6 to 15 of 35 defects where others catch 34.
 _CHANCE = 0.04
 
-_LARGER, _SMALLER = 1.5, 0.75  # of image.area's side
-_GRAIN = 32  # sides that networks take, see `image.area`
-# Axes of changes. A network's time can't be foreseen; the best image score may depend on all other
-# settings, so it is tried last once more.
+_LARGER, _SMALLER = 1.5, 0.75  # times image.area's side
+_GRAIN = 32  # pixels; `image.area` is a multiple, as networks take it
+# Axes of changes. Nobody knows a network's time before; the best image score may depend on all
+# other settings, so image scores are tried once more at the end.
 TURNS, POSE, NETWORK, SCORE, BANK = "turns", "pose", "network", "image score", "bank"
 
 
@@ -79,21 +79,18 @@ class Change:
         return ", ".join(f"{key}={value}" for key, value in self.values.items() if value)
 
 
-_STEPS = (
-    Change(SCORE, {"model.image_score": "map_top_percent"}, "for defects of any size"),
-    Change(SCORE, {"model.image_score": "map_max"}, "for defects of a few pixels"),
-    Change(
-        SCORE,
-        {"model.image_score": "map_top_relative"},
-        "for parts that differ as a whole, in light or grain",
-    ),
-    Change(BANK, {"model.coreset_ratio": 0.1}, "for good parts with details that are rare"),
-    Change(TURNS, {"model.turned_copies": "quarter_turns"}, "for parts that lie in four ways"),
-    Change(
-        TURNS, {"model.turned_copies": "quarter_turns_and_mirrors"}, "for parts that lie any way"
-    ),
-    Change(POSE, {"image.align": "shift"}, "for parts that lie in other places"),
-    Change(POSE, {"image.align": "rigid"}, "for parts that are turned, too"),
+_STEPS = tuple(
+    Change(axis, {setting: value}, reason)
+    for axis, setting, value, reason in (
+        (SCORE, "model.image_score", "map_top_percent", "for defects of any size"),
+        (SCORE, "model.image_score", "map_max", "for defects of a few pixels"),
+        (SCORE, "model.image_score", "map_top_relative", "for parts of changing light or grain"),
+        (BANK, "model.coreset_ratio", 0.1, "for good parts with details that are rare"),
+        (TURNS, "model.turned_copies", "quarter_turns", "for parts that lie in four ways"),
+        (TURNS, "model.turned_copies", "quarter_turns_and_mirrors", "for parts that lie any way"),
+        (POSE, "image.align", "shift", "for parts that lie in other places"),
+        (POSE, "image.align", "rigid", "for parts that are turned, too"),
+    )
 )
 
 
@@ -109,12 +106,12 @@ def changed(config: Config, changes: Iterable[Change]) -> Config:
             section, _, name = key.partition(".")
             values.setdefault(section, {})[name] = value
     new = parse_config(values, "tune")
-    more = (1 + len(turns_of(new))) / (1 + len(turns_of(config)))
-    if more == 1:
+    growth = (1 + len(turns_of(new))) / (1 + len(turns_of(config)))
+    if growth == 1:
         return new
     # Turned copies add many patches and little that is new, so the bank keeps its size: scoring
     # costs no more.
-    ratio = min(1.0, float(f"{new.model.coreset_ratio / more:.3g}"))
+    ratio = min(1.0, float(f"{new.model.coreset_ratio / growth:.3g}"))
     model = new.model.model_copy(update={"coreset_ratio": ratio})
     return new.model_copy(update={"model": model})
 
@@ -126,10 +123,10 @@ def steps(config: Config, networks: Sequence[str]) -> list[Change]:
         config: the present settings.
         networks: names of the networks whose weights are at hand.
     """
-    model, has_bank = config.model, readers("model.coreset_ratio")
+    model, with_bank = config.model, readers("model.coreset_ratio")
     fits = {
         SCORE: model.smallest_defect is None,  # beside it, no other image score has an effect
-        BANK: model.coreset_ratio < 0.1 and model.kind in has_bank,
+        BANK: model.coreset_ratio < 0.1 and model.kind in with_bank,
         TURNS: not METHODS[model.kind].one_grid and model.turned_copies == "none",
         POSE: config.image.align == "none",
     }
@@ -168,11 +165,11 @@ def _sizes(config: Config) -> list[Change]:
 
 
 def work(config: Config) -> tuple[float, float, float]:
-    """Relative computing time of a config, against one with the same network.
+    """Relative computing times of a config, against one with the same network.
 
     Returns:
-        For scoring known images, for features of training images, and for learning from these: a
-        coreset's selection compares all patches with all that are kept.
+        Times for scoring known images, for features of training images, and for learning from
+        these: a coreset's selection compares all patches with all that are kept.
     """
     pixels, copies = _pixels(config), 1 + len(turns_of(config))
     return pixels, pixels * copies, pixels * copies * _bank(config)
@@ -224,22 +221,20 @@ class Scores:
         return np.concatenate([self.held_out, self.good])
 
     def only(self, mask: Mask) -> Scores:
-        """The scores of some images, by a mask in the order of `every`."""
+        """The scores of some images, by a mask (m + n + g,) in the order of `every`."""
         defects, held_out, good = np.split(mask, np.cumsum([len(self.defects), len(self.held_out)]))
         return Scores(self.held_out[held_out], self.defects[defects], self.good[good])
 
     def limit(self, rate: float) -> float:
-        """The threshold that flags at most a share of good images on average.
-
-        Beside those that have a reason for review, whose scores are infinite: no threshold helps.
-        """
+        """The threshold that flags at most a share of good images on average."""
+        # No threshold helps where there is a reason for review: such scores are infinite.
         good = self.reference[np.isfinite(self.reference)]
         above = max(1, int(rate * (len(good) + 1) + 1e-9))
         return float(np.partition(good, len(good) - above)[len(good) - above])
 
 
 def worth(scores: Scores, rate: float) -> Floats:
-    """The worth (m,) of each defect, from 0 to 1; see above."""
+    """The worth (m,) of each defect, from 0 to 1, as the module's text defines it."""
     return _counted(_good_above(scores) / len(scores.reference), rate)
 
 
@@ -250,20 +245,21 @@ def _good_above(scores: Scores) -> NDArray[np.int64]:
 
 
 def _counted(shares: Floats, rate: float) -> Floats:
+    """The worths of defects, from the shares of good images that score as high."""
     return np.asarray(np.clip(1 - shares / (2 * rate), 0, 1))
 
 
-def _leaning(scores: Scores, rate: float) -> Floats:
-    """Influence of each good image on the sum of worths, by leave-one-out.
+def _influence(scores: Scores, rate: float) -> Floats:
+    """Influence (n + g,) of each good image on the sum of worths, by leave-one-out.
 
     The sum of their squares is the jackknife's variance.
     """
     good, order = scores.reference, np.argsort(scores.defects)
     above, count = _good_above(scores)[order], max(len(good) - 1, 1)
-    # A defect gains so much if one of the good images above it is left out.
-    more = _counted((above - 1) / count, rate) - _counted(above / count, rate)
+    # Gain of each defect, in rising order of scores, if a good image above it is left out.
+    gains = _counted((above - 1) / count, rate) - _counted(above / count, rate)
     below = np.searchsorted(scores.defects[order], good, side="right")
-    without = np.append(0.0, more.cumsum())[below]
+    without = np.append(0.0, gains.cumsum())[below]
     return np.asarray((without.mean() - without) * np.sqrt(count / len(good)))
 
 
@@ -272,12 +268,12 @@ class Judgement:
     """The chosen settings, and their expected results.
 
     Attributes:
-        index: of the settings.
-        better: whether they catch more than the first ones, beyond chance.
-        chance: of such a gain of any settings, if none catches more.
-        parts: number of parts that the known defects are on.
-        caught: defects above a threshold for review that was found, as the settings were, without
-            images of their parts.
+        index: index of the chosen settings; 0 for the present ones.
+        better: True if these settings catch more than the present ones, beyond chance.
+        chance: probability of such a gain if no settings catch more than the present ones.
+        parts: number of parts with known defects.
+        caught: defects above a review threshold; settings and threshold were found without the
+            images of the defect's part.
         flagged: good images above such a threshold.
     """
 
@@ -304,103 +300,108 @@ def judge(
     Figures are means over several divisions into fifths.
 
     Args:
-        settings: the first are those that there were.
-        costs: of each.
+        settings: scores by each candidate's settings, the present ones first.
+        costs: cost of each candidate.
         rate: the promised false-reject rate.
-        seed: of the fifths and the draws.
+        seed: seed of the fifths and the random signs.
         groups: the part that each image shows, in the order of `Scores.every`. Images with None,
             and those beyond the last, show a part of their own.
     """
     draw = np.random.default_rng(seed)
     count = len(settings[0].defects)
-    shown = _numbered(groups, settings[0].every.size)
-    if len(np.unique(shown[count:])) < 2:  # good images of a single group have to be parted
-        shown = _numbered(groups[:count], shown.size)
-    parts = len(np.unique(shown[:count]))
-    total = np.zeros(shown.max() + 1)
-    above = np.zeros((2, shown.size))  # by the first settings, and by the chosen ones
-    for out in _left_out(shown, parts, draw):
+    part_of = _part_numbers(groups, settings[0].every.size)
+    if len(np.unique(part_of[count:])) < 2:  # good images of a single group have to be parted
+        part_of = _part_numbers(groups[:count], part_of.size)
+    parts = len(np.unique(part_of[:count]))
+    gained = np.zeros(part_of.max() + 1)  # by part
+    above = np.zeros((2, part_of.size))  # by the present settings, and by the chosen ones
+    for out in _folds(part_of, parts, draw):
         kept = [scores.only(~out) for scores in settings]
-        gains = _gains(kept, rate, shown[~out])
+        gains = _gains(kept, rate, part_of[~out])
         best = int(gains.sum(1).round(6).argmax())
-        both = [settings[used].only(out) for used in (0, best)]
-        total += _gains(both, rate, shown[out], len(total))[1]
-        for row, used in zip(above, (0, _cheapest(gains, costs)), strict=True):
-            row[out] += settings[used].every[out] > kept[used].limit(rate)
-    signs = draw.choice([-1.0, 1.0], (len(total), _DRAWS))
-    chance = float((total @ signs >= total.sum() - 1e-9).mean())
+        both = [settings[index].only(out) for index in (0, best)]
+        gained += _gains(both, rate, part_of[out], len(gained))[1]
+        for row, index in zip(above, (0, _cheapest(gains, costs)), strict=True):
+            row[out] += settings[index].every[out] > kept[index].limit(rate)
+    signs = draw.choice([-1.0, 1.0], (len(gained), _DRAWS))
+    chance = float((gained @ signs >= gained.sum() - 1e-9).mean())
     better = parts >= LEAST_DEFECTS and chance <= _CHANCE
     return Judgement(
-        _cheapest(_gains(settings, rate, shown), costs) if better else 0,
+        _cheapest(_gains(settings, rate, part_of), costs) if better else 0,
         better,
         chance,
         parts,
-        _rate(above[int(better), :count], shown[:count], better),
-        _rate(above[int(better), count:], shown[count:], better),
+        _rate(above[int(better), :count], part_of[:count], better),
+        _rate(above[int(better), count:], part_of[count:], better),
     )
 
 
-def _numbered(groups: Sequence[Hashable], count: int) -> Numbers:
-    """Number of the part (count,) that each image shows."""
+def _part_numbers(groups: Sequence[Hashable], count: int) -> Numbers:
+    """Number of the part (count,) that each image shows, from 0 in order of appearance."""
     names = [*groups, *[None] * (count - len(groups))]
     numbers: dict[Hashable, int] = {}
     keys = (object() if name is None else name for name in names)
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
-def _left_out(shown: Numbers, parts: int, draw: np.random.Generator) -> Iterator[Mask]:
-    """The images of each fifth of the parts, for each division into fifths.
+def _folds(part_of: Numbers, parts: int, draw: np.random.Generator) -> Iterator[Mask]:
+    """The images (n,) of each fifth of the parts, for each division into fifths.
 
     A fifth has equally many parts with defects, and equally many others.
 
     Args:
-        shown: number of each image's part.
-        parts: with defects; these have the first numbers.
-        draw: of the fifths.
+        part_of: number of each image's part.
+        parts: number of parts with defects, which have the first numbers.
+        draw: source of randomness.
     """
-    others = int(shown.max()) + 1 - parts
+    others = int(part_of.max()) + 1 - parts
     for _ in range(_DIVISIONS):
         places = np.append(draw.permutation(parts), parts + draw.permutation(others))
-        yield from (places[shown] % _FOLDS == fold for fold in range(_FOLDS))
+        yield from (places[part_of] % _FOLDS == fold for fold in range(_FOLDS))
 
 
-def _gains(settings: Sequence[Scores], rate: float, shown: Numbers, least: int = 0) -> Floats:
-    """Each part's share (settings, parts) in what settings are worth more than the first.
+def _gains(settings: Sequence[Scores], rate: float, part_of: Numbers, least: int = 0) -> Floats:
+    """Each part's share (settings, parts) in the worth that settings gain over the first ones.
 
-    A defect's share is its worth; a good image's is how much the worths lean on it, as thresholds
-    do.
+    A defect's share is its worth; a good image's is its influence on the worths, because good
+    images set the thresholds.
 
     Args:
-        settings: of the same images.
+        settings: scores of the same images by each candidate's settings.
         rate: the promised false-reject rate.
-        shown: number of each image's part.
+        part_of: number of each image's part.
         least: number of parts, if it is more than these images show.
     """
-    shares = [np.append(worth(scores, rate), _leaning(scores, rate)) for scores in settings]
-    return np.stack([np.bincount(shown, share - shares[0], least) for share in shares])
+    shares = [np.append(worth(scores, rate), _influence(scores, rate)) for scores in settings]
+    return np.stack([np.bincount(part_of, share - shares[0], least) for share in shares])
 
 
 def _cheapest(gains: Floats, costs: Sequence[float]) -> int:
     """The cheapest settings within a standard error of the best, with half of their gain at least.
 
     Args:
-        gains: see `_gains`.
-        costs: of each.
+        gains: (settings, parts), from `_gains`.
+        costs: cost of each candidate.
     """
     sums = gains.sum(1).round(6)
     best = int(np.argmax(sums))
-    less = gains[best] - gains
-    alike = (less.sum(1) <= np.sqrt((less**2).sum(1))) & (sums >= sums[best] / 2)
-    return min(np.flatnonzero(alike).tolist(), key=lambda s: (costs[s], -sums[s]))
+    lag = gains[best] - gains
+    alike = (lag.sum(1) <= np.sqrt((lag**2).sum(1))) & (sums >= sums[best] / 2)
+    return min(np.flatnonzero(alike).tolist(), key=lambda index: (costs[index], -sums[index]))
 
 
-def _rate(above: Floats, shown: Numbers, chosen: bool) -> Rate:
+def _rate(above: Floats, part_of: Numbers, chosen: bool) -> Rate:
     """The share of images above a threshold, on average over the divisions into fifths.
 
     Its bounds are wider where settings were chosen, and count parts, not views: as many as would
-    say the same if all parts had equally many.
+    be equally certain if all parts had equally many views (Kish's effective number).
+
+    Args:
+        above: number of divisions (n,) in which each image was above the threshold.
+        part_of: number of each image's part.
+        chosen: True if the settings were chosen among several.
     """
-    views = np.unique(shown, return_counts=True)[1]
+    views = np.unique(part_of, return_counts=True)[1]
     groups = int(above.size**2 // max((views**2).sum(), 1))
     count = round(float(above.sum()) / _DIVISIONS)
     bounds = rate_anywhere if chosen else rate_of
@@ -408,7 +409,7 @@ def _rate(above: Floats, shown: Numbers, chosen: bool) -> Rate:
 
 
 _HEAD = ("settings", "defects caught", "good flagged", "ms")
-_NETWORK_TIME = 2.0  # guess of another network's time, on the safe side; 1 is the present one
+_NETWORK_TIME = 2.0  # guess of another network's time, on the safe side; 1 for the present one
 
 
 @dataclass(frozen=True, eq=False)

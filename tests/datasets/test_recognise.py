@@ -1,6 +1,7 @@
 """What a folder is taken for, by its layout; and the settings that suit what lies there."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,8 @@ def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
 def _report(
     size: str, images: int = 200, mode: str = "rgb8", bits: int | None = None
 ) -> DataReport:
-    split = SplitSummary(images, 0, images, {size: images}, {mode: images})
+    counts = Counter({size: images}), Counter({mode: images})
+    split = SplitSummary(images, 0, images, *counts)
     return DataReport({"train": split}, (), bits)
 
 
