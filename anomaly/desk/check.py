@@ -40,6 +40,7 @@ from anomaly.imaging.read import (
     aspect_error,
     derive,
     read_image,
+    say_unstated_bits,
 )
 from anomaly.runtime import Progress
 
@@ -229,7 +230,7 @@ def check(
         *_repeated(images),
         *_nearly_repeated(images, looks, frame_of),
         *_too_few(images),
-        *([] if bits is None else [Fault("bit_depth", say_bits_used(bits))]),
+        *([] if bits is None else [Fault("bit_depth", say_unstated_bits(bits))]),
         *(_other_aspects(images) if reading.one_aspect else ()),
     ]
     order = list(Severity)

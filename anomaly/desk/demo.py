@@ -23,22 +23,20 @@ from anomaly.files.writing import write
 from anomaly.runtime import Progress, cores
 from anomaly.storage.folder import appearing
 
+# float32 throughout: numpy's stubs lose sight of that in a product with a Python float.
 Field = NDArray[np.floating[Any]]
-"""float32 throughout: numpy's stubs lose sight of that in a product with a Python float."""
 
 
 @lru_cache(maxsize=2)
-def grid(side: int) -> tuple[Field, Field]:
-    """The x and y (S, S) of every pixel's centre, in shares of the side from the middle.
-
-    All images of one size share these arrays.
-    """
+def pixel_centres(side: int) -> tuple[Field, Field]:
+    """The x and y (S, S) of every pixel's centre, in shares of the side S from the middle."""
+    # All images of one size share these arrays.
     axis = ((np.arange(side) + 0.5) / side - 0.5).astype(np.float32)
     x, y = np.meshgrid(axis, axis)
     return x, y
 
 
-def white(rng: Generator, shape: tuple[int, ...]) -> Field:
+def white_noise(rng: Generator, shape: tuple[int, ...]) -> Field:
     """Independent noise, mean 0 and standard deviation 1, to be blurred.
 
     Uniform, not normal: after any blur nobody can tell, and it costs a tenth of the time.
@@ -57,11 +55,8 @@ _CHAMFER = 0.0056
 _STEEL = np.array([0.600, 0.595, 0.585], np.float32)
 _RUBBER = np.array([0.95, 1.00, 1.06], np.float32)
 _SCREW_STEEL = np.array([0.98, 1.00, 1.02], np.float32)
-_BRIGHT_SIDE = 0.75 * np.pi
-"""The direction in which a countersink is brightest: down and to the left, in radians."""
-
-_COARSE = 4
-"""Clouds are drawn on every fourth pixel, which is fine enough for anything smooth."""
+_BRIGHT_SIDE = 0.75 * np.pi  # radians: a countersink is brightest down and to the left
+_COARSE = 4  # clouds are drawn on every fourth pixel, fine enough for anything smooth
 
 
 @dataclass(frozen=True)
@@ -116,14 +111,14 @@ class Plate:
         return int(self.outline.shape[0])
 
 
-def draw(rng: Generator, side: int) -> Plate:
+def good_plate(rng: Generator, side: int) -> Plate:
     """A good plate in a scene of `side` pixels."""
     brush = (
         0.62 * streaks(rng, side, side // 8)
         + 0.62 * streaks(rng, side, side // 2, 0.7)
         + 0.48 * streaks(rng, side, side, 3.0)
     )
-    grit = cv2.GaussianBlur(white(rng, (side, side)), (0, 0), 1.6) * 0.020
+    grit = cv2.GaussianBlur(white_noise(rng, (side, side)), (0, 0), 1.6) * 0.020
     mat = np.maximum(0.030 + grit + 0.0012 * clouds(rng, side, side / 9, 2), 0.004)
     return Plate(
         outline=_outline(side),
@@ -140,7 +135,7 @@ def draw(rng: Generator, side: int) -> Plate:
 @lru_cache(maxsize=2)
 def _outline(side: int) -> Field:
     """Signed distance to the plate's outer edge and to its slot, negative on the metal."""
-    x, y = grid(side)
+    x, y = pixel_centres(side)
     body = _rounded_box(x, y, (HALF_WIDTH, HALF_HEIGHT), _CORNER)
     slot = _rounded_box(x, y, (SLOT_LENGTH, SLOT_RADIUS), SLOT_RADIUS)
     return np.maximum(body, -slot)
@@ -167,7 +162,7 @@ def _screw(rng: Generator, column: int, row: int) -> Screw:
 
 def shade(plate: Plate) -> Field:
     """Linear light (S, S, 3), RGB, from the plate to the camera."""
-    x, y = grid(plate.side)
+    x, y = pixel_centres(plate.side)
     rim = smoothstep(-_CHAMFER, 0, plate.outline)
     relief = plate.relief - rim * (_CHAMFER * plate.side * 0.55)
     # A mirror's reflection moves by twice its slope; brushed metal answers a little less.
@@ -188,7 +183,7 @@ def shade(plate: Plate) -> Field:
 
 def _shadowed(plate: Plate, cover: Field) -> Field:
     """The mat around the plate, darker on the side away from the lamp."""
-    x, y = grid(plate.side)
+    x, y = pixel_centres(plate.side)
     # A quarter of the pixels is plenty for something this soft.
     small = cv2.resize(cover, None, fx=0.25, fy=0.25, interpolation=cv2.INTER_AREA)
     small = cv2.GaussianBlur(small, (0, 0), plate.side * 0.003)
@@ -215,7 +210,8 @@ def _paint(radiance: Field, screw: Screw) -> None:
     reach = int(SCREW_RADIUS * 1.25 * side) + 2
     column, row = (int((c + 0.5) * side) for c in (screw.x, screw.y))
     window = (slice(row - reach, row + reach), slice(column - reach, column + reach))
-    dx, dy = (axis[window] - c for axis, c in zip(grid(side), (screw.x, screw.y), strict=True))
+    x, y = pixel_centres(side)
+    dx, dy = x[window] - screw.x, y[window] - screw.y
     r = distance(dx, dy) * (1 / SCREW_RADIUS)
     angle = np.arctan2(dy, dx)
     soft = 1 / (SCREW_RADIUS * side)
@@ -290,7 +286,7 @@ def _groove(rng: Generator, side: int, length: float, thickness: int) -> Field:
 
 def dent(plate: Plate, severity: float, rng: Generator) -> Plate:
     """A shallow blow: the hollow mirrors another part of the room."""
-    x, y = grid(plate.side)
+    x, y = pixel_centres(plate.side)
     radius = (0.019 + 0.021 * severity) * rng.uniform(0.9, 1.15)
     x0, y0 = _bare_metal(rng, radius * 1.6)
     turn, squeeze = rng.uniform(0, np.pi), rng.uniform(0.75, 1)
@@ -304,7 +300,7 @@ def dent(plate: Plate, severity: float, rng: Generator) -> Plate:
 
 def stain(plate: Plate, severity: float, rng: Generator) -> Plate:
     """A dried drop: a tinted film with a darker, irregular rim."""
-    x, y = grid(plate.side)
+    x, y = pixel_centres(plate.side)
     radius = (0.034 + 0.039 * severity) * rng.uniform(0.85, 1.15)
     x0, y0 = _bare_metal(rng, radius)
     wobble = clouds(rng, plate.side, radius * plate.side * 0.9, 3)
@@ -320,7 +316,7 @@ def stain(plate: Plate, severity: float, rng: Generator) -> Plate:
 
 def edge_nick(plate: Plate, severity: float, rng: Generator) -> Plate:
     """A bite out of the outer edge, with the metal around it pushed up."""
-    x, y = grid(plate.side)
+    x, y = pixel_centres(plate.side)
     radius = (0.010 + 0.022 * severity) * rng.uniform(0.9, 1.1)
     place, far = rng.uniform(-0.75, 0.75), float(rng.choice([-1, 1]))
     x0, y0 = (place, far) if rng.random() < 0.5 else (far, place)
@@ -393,7 +389,7 @@ def streaks(rng: Generator, side: int, length: int, width: float = 0) -> Field:
     # Streaks vary slowly along their length: draw them short and pull them out.
     cell = max(length // 4, 1)
     points = side // cell + 8
-    short = cv2.blur(white(rng, (side, points)), (4, 1), borderType=cv2.BORDER_REFLECT)
+    short = cv2.blur(white_noise(rng, (side, points)), (4, 1), borderType=cv2.BORDER_REFLECT)
     if width:
         short = cv2.GaussianBlur(short, (1, 0), sigmaX=1, sigmaY=width)
     field = cv2.resize(short, (points * cell, side))[:, :side]
@@ -415,11 +411,8 @@ DEFECTS = {defect.__name__: defect for defect in (scratch, dent, stain, edge_nic
 
 
 _SUPERSAMPLING = 2
-_MARGIN = 1.07
-"""A scene is this much larger than the picture, so that no shift or turn shows its border."""
-
-_VISIBLE = 0.028
-"""Least difference in display brightness (0 to 1) that is clearly visible."""
+_MARGIN = 1.07  # scene's side over the picture's: no shift or turn shows the scene's border
+_VISIBLE = 0.028  # least difference in display brightness (0 to 1) that is clearly visible
 
 
 def scene_side(size: int) -> int:
@@ -457,7 +450,7 @@ class Camera:
         turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
         turn *= 1 + rng.uniform(-0.006, 0.006)
         target = scene_side(size) / 2 + rng.uniform(-0.005, 0.005, 2) * fine
-        x, y = grid(size)
+        x, y = pixel_centres(size)
         x0, y0 = rng.uniform(-0.08, 0.08, 2)
         falloff = 1 - rng.uniform(0.3, 0.5) * ((x - x0) ** 2 + (y - y0) ** 2)
         balance = np.exp(rng.uniform(-0.05, 0.05) + rng.uniform(-0.01, 0.01, 3))
@@ -492,7 +485,7 @@ class Camera:
     def develop(self, light: Field, rng: Generator) -> NDArray[np.uint8]:
         """Sensor noise, tone curve and 8 bits: linear light (H, W, 3) to RGB (H, W, 3)."""
         # A colour sensor interpolates two thirds of its values, which softens the grain.
-        noise = cv2.GaussianBlur(white(rng, light.shape), (0, 0), 0.55)
+        noise = cv2.GaussianBlur(white_noise(rng, light.shape), (0, 0), 0.55)
         shot = np.sqrt(light + 0.02) * (1.7 * self.grain)
         return np.asarray(_display(light + shot * noise) * 255 + 0.5, np.uint8)
 
@@ -516,7 +509,7 @@ def visible_change(before: Field, after: Field) -> NDArray[np.uint8]:
     """
     change = np.abs(_display(after) - _display(before)).max(axis=2)
     change = cv2.GaussianBlur(change, (0, 0), 1.0)
-    # The flanks of a strong change are not part of it; a faint defect is still a defect.
+    # The flanks of a strong change aren't part of it; a faint defect is still a defect.
     peak = float(change.max())
     bar = min(max(_VISIBLE, 0.12 * peak), 0.4 * peak)
     mask = np.asarray(change > bar, np.uint8) * np.uint8(255)
@@ -532,18 +525,19 @@ def visible_change(before: Field, after: Field) -> NDArray[np.uint8]:
     return solid
 
 
-def severity(index: int) -> float:
+def severity_of(index: int) -> float:
     """Severity of an image's defect: 1 for index 0, then 0, 1/2, 3/4, 1/4, 7/8, 3/8, …
 
     It depends on the index alone, so a smaller set is a part of a larger one.
     """
     if index < 2:
         return 1.0 - index
+    # Van der Corput's sequence: the binary digits of the number, mirrored behind the point.
     mirrored = int(f"{index - 1:b}"[::-1], 2)
     return 1.0 - float(mirrored / 2 ** (index - 1).bit_length())
 
 
-def take(
+def photograph(
     split: str, kind: str, index: int, size: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
     """Image of a part, and its mask; the same arguments give the same pixels.
@@ -561,28 +555,21 @@ def take(
     # crc32, not hash(): the same in every process.
     entropy = [0, zlib.crc32(f"brushed_plate/{split}/{kind}".encode()), index]
     of_part, of_defect, of_camera = np.random.default_rng(entropy).spawn(3)
-    part = draw(of_part, scene_side(size))
+    part = good_plate(of_part, scene_side(size))
     camera = Camera.set_up(of_camera, size)
     light = camera.expose(shade(part))
     if kind == "good":
         return camera.develop(light, of_camera), None
-    faulty = DEFECTS[kind](part, severity(index), of_defect)
+    faulty = DEFECTS[kind](part, severity_of(index), of_defect)
     changed = camera.expose(shade(faulty))
     return camera.develop(changed, of_camera), visible_change(light, changed)
 
 
 _README = """\
-brushed_plate: a brushed steel plate with a slot and four socket screws
-
-Every picture in this folder is generated by the program `anomaly` ({size} x {size} pixels).
-None is a photograph, and none contains anything made by anybody else.
-
-train/good, test/good   good parts
-test/<defect type>      defective parts: {kinds}
-ground_truth/<type>     NNN_mask.png for test/<type>/NNN.png: 255 where the defect shows
-
-Within a type, image 000 shows the most obvious defect and 001 the most subtle one.
-
+A brushed steel plate with a slot and four socket screws. Every picture ({size} x {size} pixels) is
+generated by the program `anomaly`; none is a photograph, or contains anything made by others.
+test/<type> holds defects ({kinds}): 000 is the most obvious one, 001 the most subtle one.
+ground_truth/<type>/NNN_mask.png is 255 where the defect in test/<type>/NNN.png shows.
 Licence: CC0 1.0 (https://creativecommons.org/publicdomain/zero/1.0/). Use it as you like.
 """
 
@@ -629,14 +616,16 @@ def write_sample_data(
 
 
 def _write_shot(folder: Path, size: int, shot: tuple[str, str, int]) -> None:
+    """Write the image of a part, given by (split, kind, index), and the mask of its defect."""
     split, kind, index = shot
-    image, mask = take(split, kind, index, size)
+    image, mask = photograph(split, kind, index, size)
     _write_png(folder / split / kind / f"{index:03d}.png", image[..., ::-1])
     if mask is not None:
         _write_png(folder / "ground_truth" / kind / f"{index:03d}_mask.png", mask)
 
 
 def _write_png(path: Path, pixels: NDArray[np.uint8]) -> None:
+    """Write an image (H, W) or (H, W, 3), BGR."""
     # Not cv2.imwrite, which reports a full disk only by its return value; and sensor noise doesn't
     # compress, so the quickest way makes files as small.
     _, png = cv2.imencode(".png", pixels, [cv2.IMWRITE_PNG_COMPRESSION, 1])

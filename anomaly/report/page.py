@@ -70,7 +70,7 @@ def page(
     scripts: Sequence[str] = (),
     data: Mapping[str, Any] | None = None,
 ) -> str:
-    """Put a page together.
+    """A whole page as HTML.
 
     Args:
         title: plain text.
@@ -79,12 +79,12 @@ def page(
         scripts: names of assets, in order; they share one module.
         data: values that the scripts read from the element `data`; None for a page without scripts.
     """
-    style, code, script = "".join(map(asset, styles)), "".join(map(asset, scripts)), ""
+    style, code, elements = "".join(map(asset, styles)), "".join(map(asset, scripts)), ""
     if data is not None:
-        script = f'<script type="application/json" id="data">{embedded(data)}</script>\n'
-        script += f'<script type="module">{code}</script>\n'
-    about = {"policy": _policy(style, code), "title": html.escape(title), "style": style}
-    return _PAGE.format(body=body, scripts=script, **about)
+        elements = f'<script type="application/json" id="data">{embedded(data)}</script>\n'
+        elements += f'<script type="module">{code}</script>\n'
+    head = {"policy": _policy(style, code), "title": html.escape(title), "style": style}
+    return _PAGE.format(body=body, scripts=elements, **head)
 
 
 def table_page(title: str, heading: str, about: str, content: str) -> str:
@@ -176,6 +176,7 @@ def _policy(style: str, code: str) -> str:
 
 
 def _fingerprint(text: str) -> str:
+    """The hash by which a policy allows an inline style or script."""
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"'sha256-{digest}'"
 
@@ -280,7 +281,7 @@ def model_page(
     name: str,
     model: About,
     title: str,
-    counted: str,
+    numbers: str,
     facts: Mapping[str, Mapping[str, Any]],
     data: Mapping[str, Any],
     notes: Sequence[str] = (),
@@ -291,9 +292,10 @@ def model_page(
         name: name of the model.
         model: facts of the model.
         title: title of the page.
-        counted: numbers of images, in words.
+        numbers: numbers of images, in words.
         facts: tables of names and values, by title; empty values are left out.
-        data: scores, pictures and figures of the images, for the page's scripts.
+        data: scores, pictures and figures of the images, for the page's scripts; see `report_html`
+            and `gallery_html`.
         notes: remarks on the thresholds, for people.
     """
     limits = model.thresholds
@@ -301,7 +303,7 @@ def model_page(
     model_id = f"model {model.model_id}" if model.model_id else ""
     about = {
         "name": name,
-        "subtitle": " · ".join(filter(None, [model.method, network, counted, model_id])),
+        "subtitle": " · ".join(filter(None, [model.method, network, numbers, model_id])),
         "unit": model.unit,
         "thresholds": {
             "review": limits and limits.review,
@@ -352,7 +354,7 @@ def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[st
     return {"head": head, "rows": rows, "line": "" if all_good else line}
 
 
-NAMED = 200  # at most so many images that couldn't be scored are named
+NAMED = 200  # most images without a score that a page names
 
 
 def gallery_html(
@@ -365,9 +367,11 @@ def gallery_html(
     facts: Mapping[str, Any],
     learned: frozenset[str],
 ) -> str:
-    """The page of a run.
+    """The page of a run of `infer`, whose images have no labels.
 
-    Its size is bounded: eleven bytes for each score, and `SHOWN` small pictures.
+    Its histogram and its counts take in every score. Pictures are of images with a reason for
+    review first, then of those with the highest scores. Its size is bounded: eleven bytes for each
+    score, and `SHOWN` small pictures.
 
     Args:
         name: name of the model.
@@ -380,7 +384,7 @@ def gallery_html(
         learned: sha256 of the training images.
     """
     tally = _Tally(learned)
-    # Earlier rows win among equals, so that the page depends on nothing but the rows.
+    # Earlier rows win among equals: the page depends on the rows alone.
     shown = heapq.nlargest(
         SHOWN, tally.scored(rows), lambda pair: (bool(pair[1].reason), pair[1].image_score or 0.0)
     )
@@ -397,8 +401,8 @@ def gallery_html(
     if scored > len(shown):
         left_out += (
             "Pictures are shown only for images that a person has to look at and for the highest "
-            f"scores of {scored} images. All images are counted on the left; results.csv has a row "
-            "for each."
+            f"scores of {scored} images. The counts on the left are of all images; results.csv has "
+            "a row for each."
         )
     data = {
         "labelled": False,
@@ -414,8 +418,8 @@ def gallery_html(
         "glossary": {},
     }
     tables = {"Run": facts, "Settings": about.settings}
-    counted = f"{scored} of {total} images scored"
-    return model_page(name, about, f"{name} – {inputs}", counted, tables, data)
+    numbers = f"{scored} of {total} images scored"
+    return model_page(name, about, f"{name} – {inputs}", numbers, tables, data)
 
 
 class _Tally:

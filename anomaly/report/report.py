@@ -47,7 +47,6 @@ from anomaly.training.runs import training_record
 _PIXELS = 120_000_000
 _HEAT_SIDE = 160  # pixels of a small heatmap's longer side
 
-
 FIGURES = {
     "image_auroc": "Image AUROC",
     "image_ap": "Image AP",
@@ -178,6 +177,7 @@ class EvaluationFolder:
 
 
 def _write_figures(folder: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Write the files of `_FILES`."""
     write(folder / "metrics.json", metrics_json(evaluations))
     write(folder / "scores.csv", scores_csv(evaluations))
 
@@ -205,7 +205,7 @@ def evaluated(
     Raises:
         DataError: there are no test images, or a label or mask contradicts an image.
     """
-    started = time.perf_counter()
+    began = time.perf_counter()
     pixels = pixels_for(len(samples), _PIXELS)
     tiles: dict[int, dict[str, Any]] = {}
 
@@ -213,7 +213,7 @@ def evaluated(
         tiles[prediction.index] = tile(prediction, mask, pixels)
 
     evaluation = score_test_split(detector, samples, progress=progress, visit=draw)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - began
     # A user's own name for the folder is the better one in commands that the report proposes.
     folder = folder or detector.folder
     training = {} if folder is None else training_of(folder, detector.model_id)
@@ -232,7 +232,7 @@ def evaluated(
 
 
 def training_of(folder: Path, model_id: str) -> dict[str, Any]:
-    """The record of a model's training; empty where the one beside it is another model's."""
+    """The record of a model's training; empty where the record in the folder is another model's."""
     record = training_record(folder)
     if record.get("model_id", model_id) == model_id:
         return record
@@ -273,7 +273,7 @@ def tile(prediction: Prediction, mask: Mask | None, pixels: int) -> dict[str, An
 
 
 def _heat(anomaly_map: NDArray[np.float32], threshold: float) -> bytes:
-    """The heatmap's colours as a small WebP picture, which is enough: the map is smooth."""
+    """The heatmap's colours as a small WebP picture; a smooth map needs no more pixels."""
     height, width = anomaly_map.shape
     scale = min(1.0, _HEAT_SIDE / max(height, width))
     size = max(1, round(width * scale)), max(1, round(height * scale))
@@ -301,7 +301,7 @@ def _outline(mask: Mask, size: tuple[int, int]) -> str:
 
 def report_html(category: Category) -> str:
     """The page of one category, which has a tile for each scored image."""
-    evaluation, model, usable = category.evaluation, category.about, category.evaluation.usable
+    evaluation, model = category.evaluation, category.about
     types = {row.sample.defect_type for row in evaluation.scored}
     refused = [
         # The name stands beside the reason, so the path before it goes.
@@ -309,8 +309,9 @@ def report_html(category: Category) -> str:
         for row in evaluation.scored
         if row.score is None
     ]
-    counted = f"{evaluation.n_good} good and {evaluation.n_defect} defective test images"
-    good = [score for row, score in usable if not (row.sample.is_defect or row.reason)]
+    numbers = f"{evaluation.n_good} good and {evaluation.n_defect} defective test images"
+    usual = [(row, score) for row, score in evaluation.usable if not row.reason]
+    good = [score for row, score in usual if not row.sample.is_defect]
     trained = category.training.get("time")
     provenance = {
         "evaluated": category.date,
@@ -320,7 +321,7 @@ def report_html(category: Category) -> str:
     }
     data = {
         "labelled": True,
-        # The list of weaknesses has the line on a promise that isn't kept.
+        # The list of weaknesses says so where a promise isn't kept.
         "promise": promise_shown(model, good, all_good=True),
         "provenance": [(label, text) for label, text in provenance.items() if text],
         "types": sorted(types, key=lambda name: (name != GOOD, name)),
@@ -341,24 +342,24 @@ def report_html(category: Category) -> str:
         "refused": {"rows": refused, "count": len(refused)},
         "figures": list(_figures(category)),
         "weaknesses": [asdict(weakness) for weakness in category.weaknesses],
-        "by_type": list(_by_type(category)),
+        "by_type": list(_by_type(evaluation)),
         "glossary": glossary(),
     }
     title = f"{category.name} – inspection report"
-    note = flattered(evaluation)
-    notes = [note] if note else []
-    return model_page(category.name, model, title, counted, _facts(category), data, notes)
+    notes = list(filter(None, [flattered(evaluation)]))
+    return model_page(category.name, model, title, numbers, _facts(category), data, notes)
 
 
 def _figures(category: Category) -> Iterator[dict[str, Any]]:
+    """The page's head: false rejects, escapes, and the figures that exist or have a reason."""
     metrics = category.evaluation.metrics
     if counts := category.verdicts:
-        for label, key, wrong, of in (
+        for label, key, wrong, total in (
             ("Escapes", "escapes", counts.escapes, counts.defective.total),
             ("False rejects", "false_rejects", counts.false_rejects, counts.good.total),
         ):
-            if rate := _rate(wrong, of):
-                yield {"label": label, "key": key, **rate, "value": f"{wrong} of {of}"}
+            if rate := _rate(wrong, total):
+                yield {"label": label, "key": key, **rate, "value": f"{wrong} of {total}"}
     for key, label in FIGURES.items():
         # No rows for pixel figures of a data set without masks.
         if key in metrics.values and metrics.reasons.get(key) not in (NO_MASKS, NO_DEFECT_MASKS):
@@ -371,21 +372,22 @@ def _figures(category: Category) -> Iterator[dict[str, Any]]:
             }
 
 
-def _by_type(category: Category) -> Iterator[dict[str, Any]]:
-    kinds = [row.sample.defect_type for row, _ in category.evaluation.usable]
-    for name, metrics in category.evaluation.by_type.items():
-        counted = {"type": name, "images": kinds.count(name)}
-        yield {**counted, **metrics.values, "reasons": metrics.reasons}
+def _by_type(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+    """Rows of the table by type of defect."""
+    types = [row.sample.defect_type for row, _ in evaluation.usable]
+    for name, metrics in evaluation.by_type.items():
+        images = types.count(name)
+        yield {"type": name, "images": images, **metrics.values, "reasons": metrics.reasons}
 
 
 def _facts(category: Category) -> dict[str, dict[str, Any]]:
     """Tables of names and values for the model's part of the page, by title."""
     training, scored = category.training, len(category.evaluation.scored)
     settings = dict(category.about.settings)
-    # Hashes of the images that `tune` used: their number is enough for people.
+    # Hashes of the images that `tune` used; people need their number only.
     if chosen_by := settings.get("chosen_by"):
         settings["chosen_by"] = f"{len(chosen_by)} images"
-    learned = {
+    trained = {
         "model id": category.about.model_id,
         "images": training.get("images", {}).get("learned"),
         "patches": training.get("patches"),
@@ -398,7 +400,7 @@ def _facts(category: Category) -> dict[str, dict[str, Any]]:
         "seconds": f"{category.seconds:.1f}",
         "images a second": f"{scored / category.seconds:.1f}" if category.seconds else "",
     }
-    return {"Settings": settings, "Training": learned, "Evaluation": measured}
+    return {"Settings": settings, "Training": trained, "Evaluation": measured}
 
 
 def flattered(evaluation: Evaluation) -> str:
@@ -440,36 +442,36 @@ def metrics_json(evaluations: Sequence[Evaluation]) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """A JSON value with numbers of nine digits, all that float32 has: 1, not 0.9999999999999999."""
+    """A JSON value with numbers of nine digits: float32 has no more (1, not 0.99999999999)."""
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.9g}"))
 
 
 def scores_csv(evaluations: Sequence[Evaluation]) -> str:
     """One row for each test image; docs/outputs.md describes the columns."""
-    rows: list[Sequence[object]] = [
-        (
-            *("category", "path", "defect_type", "is_defect", "image_score", "calibrated_score"),
-            *("review_threshold", "threshold", "verdict", "reason", "image_sha256"),
-        )
-    ]
-    for evaluation in evaluations:
-        limits = evaluation.thresholds
-        for row in evaluation.scored:
-            sample, score = row.sample, row.score
-            calibrated = None if score is None or limits is None else limits.calibrated(score)
-            borders = (None, None) if limits is None else (limits.review, limits.image)
-            rows.append(
-                (
-                    *(evaluation.name, sample.name, sample.defect_type, int(sample.is_defect)),
-                    *(score, calibrated, *borders),
-                    *(row.verdict(limits), row.reason, row.sha256),
-                )
-            )
-    return csv_text(rows)
+    rows = [_score_row(e, image) for e in evaluations for image in e.scored]
+    return csv_text([rows[0].keys(), *(row.values() for row in rows)])
+
+
+def _score_row(evaluation: Evaluation, image: Scored) -> dict[str, object]:
+    """The columns of one test image in scores.csv."""
+    score, limits = image.score, evaluation.thresholds
+    return {
+        "category": evaluation.name,
+        "path": image.sample.name,
+        "defect_type": image.sample.defect_type,
+        "is_defect": int(image.sample.is_defect),
+        "image_score": score,
+        "calibrated_score": None if score is None or limits is None else limits.calibrated(score),
+        "review_threshold": limits and limits.review,
+        "threshold": limits and limits.image,
+        "verdict": image.verdict(limits),
+        "reason": image.reason,
+        "image_sha256": image.sha256,
+    }
 
 
 def passed_in_evaluation(scores: str, thresholds: Thresholds) -> str:
-    """A line on the defects that passed an evaluation; empty where that had other thresholds.
+    """A line on the defects that passed in an evaluation; empty if it had other thresholds.
 
     Args:
         scores: content of the evaluation's scores.csv.
@@ -526,16 +528,17 @@ def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
     """Reasons for missing figures, one line for each reason of each category."""
     lines = []
     for e in evaluations:
-        for why in dict.fromkeys(e.metrics.reasons.values()):  # each reason once, in order
-            missing = [key for key, reason in e.metrics.reasons.items() if reason == why]
+        for reason in dict.fromkeys(e.metrics.reasons.values()):  # each once, in order
+            missing = [key for key, cause in e.metrics.reasons.items() if cause == reason]
             text = f"{', '.join(missing)} undefined"
-            if why in (NO_MASKS, NO_DEFECT_MASKS):
+            if reason in (NO_MASKS, NO_DEFECT_MASKS):
                 text = "no pixel figures"
-            lines.append(f"{e.name}: {text}: {why}")
+            lines.append(f"{e.name}: {text}: {reason}")
     return lines
 
 
 def _category(evaluation: Evaluation) -> dict[str, Any]:
+    """The entry of one category in metrics.json."""
     metrics, counts = evaluation.metrics, evaluation.verdicts
     missing = {} if counts else {"verdicts": "the model has no thresholds"}
     return {
@@ -556,6 +559,7 @@ def _category(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _verdicts(counts: Confusion) -> dict[str, Any]:
+    """Counts and rates of verdicts, as in metrics.json."""
     return {
         "false_rejects": counts.false_rejects,
         "good_to_review": counts.good.review,
@@ -587,4 +591,5 @@ def _mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
 
 
 def _shown(value: float | None) -> str:
+    """A figure with four digits, or a dash where it is undefined."""
     return "–" if value is None else f"{value:.4f}"

@@ -1,20 +1,36 @@
-"""Every fault planted in a broken data set is found, and nothing else."""
+"""Every fault planted in a broken data set is found, and nothing else.
 
+What check refuses, train and evaluate refuse with the same sentence.
+"""
+
+import io
 import shutil
+import unicodedata
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+import torch
 from conftest import REPOSITORY, Command, write_part, write_product
+from kit import touch
+from PIL import Image as Pillow
 
 import anomaly
+from anomaly.datasets.inputs import listing_of
 from anomaly.datasets.layouts import open_dataset
+from anomaly.datasets.samples import Dataset, Sample, frames
 from anomaly.desk import check as data_check
-from anomaly.desk.check import Reading, Severity, check
+from anomaly.desk.check import DataReport, Fault, Reading, Severity, check
+from anomaly.errors import DataError
+from anomaly.evaluation.evaluate import score_test_split
+from anomaly.files.writing import write
+from anomaly.imaging.loading import look_of
 from anomaly.imaging.read import Decoding, Image, read_image
+from anomaly.storage.models import load_model
 
 
 def _arguments(folder: Path, *settings: str) -> list[object]:
@@ -175,3 +191,252 @@ def test_a_good_image_with_a_mask_is_wrong(tmp_path: Path) -> None:
     dataset = open_dataset("csv", tmp_path / "list.csv")
     (fault,) = check(dataset, Reading()).faults
     assert (fault.kind, fault.severity) == ("mask_on_good", Severity.WRONG)
+
+
+SETTINGS = {
+    "backbone": {"name": "tiny", "weights": "random"},
+    "image": {"area": 64},
+    "precision": "fp32",
+}
+
+
+def _check(dataset: Dataset) -> DataReport:
+    return check(dataset, Reading())
+
+
+def _faults(dataset: Dataset, kind: str) -> list[Fault]:
+    return [fault for fault in _check(dataset).faults if fault.kind == kind]
+
+
+def _in_other_bytes(source: Path, copy: Path) -> None:
+    """The same pixels, in another kind of file or in 16 bits."""
+    pixels = cv2.imread(str(source))
+    wide = copy.suffix == ".tif"
+    cv2.imwrite(str(copy), pixels.astype(np.uint16) * 257 if wide else pixels)
+
+
+def _turn(image: Path, orientation: int) -> None:
+    """Store an image turned, with an orientation that brings it upright again."""
+    upright = Pillow.open(io.BytesIO(image.read_bytes()))
+    turns = {3: Pillow.Transpose.ROTATE_180, 6: Pillow.Transpose.ROTATE_90}
+    exif = Pillow.Exif()
+    exif[0x112] = orientation
+    upright.transpose(turns[orientation]).save(image, exif=exif)
+
+
+def _mask_of(folder: Path) -> Path:
+    return folder / "ground_truth" / "spot" / "001_mask.png"
+
+
+def _refused(dataset: Dataset, kind: str, refuse: Callable[[], object]) -> Fault:
+    """The fault of this kind, with whose sentence a function refuses the data set, too."""
+    (fault,) = _faults(dataset, kind)
+    with pytest.raises(DataError) as refused:
+        refuse()
+    assert (fault.severity, str(refused.value)) == (Severity.WRONG, fault.detail)
+    return fault
+
+
+def _refused_by_evaluate(run_folder: Path, folder: Path, kind: str) -> Fault:
+    dataset, model = open_dataset("mvtec", folder), load_model(run_folder, torch.device("cpu"))
+    return _refused(dataset, kind, lambda: score_test_split(model, dataset.test))
+
+
+def _refused_by_fit(dataset: Dataset, kind: str) -> Fault:
+    return _refused(dataset, kind, lambda: anomaly.fit(dataset, SETTINGS, device="cpu"))
+
+
+def test_one_picture_as_good_and_as_a_defect_in_the_test_split(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    for suffix in (".bmp", ".tif"):
+        folder = write_product(tmp_path / suffix, n_train=2)
+        _in_other_bytes(folder / "test/good/001.png", folder / f"test/spot/other{suffix}")
+        fault = _refused_by_evaluate(run_folder, folder, "two_labels")
+        assert f"test/spot/other{suffix} is labelled as a defect" in fault.detail
+        assert "is the same picture as" in fault.detail
+
+
+WRONG_MASKS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "marks 99.1% of": ("mask_inverted", lambda mask: 255 - mask),
+    "marks 100.0% of": ("mask_inverted", lambda mask: mask | 1),  # a background that isn't 0
+    "-sample 120x96!": ("mask_size", lambda mask: np.kron(mask, np.ones((2, 2), np.uint8))),
+    "turned by its EXIF orientation": ("mask_size", np.rot90),
+}
+
+
+def test_masks_that_contradict_their_images(run_folder: Path, tmp_path: Path) -> None:
+    for number, (says, (kind, change)) in enumerate(WRONG_MASKS.items()):
+        folder = write_product(tmp_path / str(number), n_train=2)
+        mask = cv2.imread(str(_mask_of(folder)), cv2.IMREAD_GRAYSCALE)
+        cv2.imwrite(str(_mask_of(folder)), change(mask))
+        if "turned" in says:
+            _turn(folder / "test/spot/001.png", 6)
+        fault = _refused_by_evaluate(run_folder, folder, kind)
+        assert "test/spot/001.png" in fault.detail
+        assert says in fault.detail
+
+
+def test_a_defect_among_the_training_images(tmp_path: Path) -> None:
+    folder = write_product(tmp_path / "disc", n_train=4)
+    _in_other_bytes(folder / "test/spot/001.png", folder / "train/good/z.bmp")
+    fault = _refused_by_fit(open_dataset("mvtec", folder), "two_labels")
+    assert "test/spot/001.png is labelled as a defect" in fault.detail
+
+
+def test_a_defect_that_the_model_has_learned_as_good(run_folder: Path, product: Path) -> None:
+    learned = product / "train" / "good" / "003.png"
+    test = [*open_dataset("mvtec", product).test, Sample(learned, "x.png", "dent")]
+    with pytest.raises(DataError, match=r"the model has learned it as good \(train/good/003.png\)"):
+        anomaly.load(run_folder, device="cpu").evaluate(test)
+
+
+def test_images_that_are_all_equal(tmp_path: Path) -> None:
+    write_part(tmp_path / "0.png", seed=0)
+    _in_other_bytes(tmp_path / "0.png", tmp_path / "1.bmp")
+    _refused_by_fit(open_dataset("folder", tmp_path), "too_few_images")
+
+
+def _frame(seed: int) -> np.ndarray:
+    """A picture (200, 240, 3) with something else in each."""
+    rng = np.random.default_rng(seed)
+    return cv2.resize(rng.integers(40, 200, (9, 9, 3), np.uint8), (240, 200))
+
+
+def _write_near_copies(folder: Path, seed: int) -> None:
+    """Three: in two JPEG qualities, and with noise."""
+    frame = _frame(seed)
+    for quality in (50, 90):
+        cv2.imwrite(str(folder / f"{seed}_{quality}.jpg"), frame, [1, quality])
+    noise = np.random.default_rng(seed).normal(0, 4, frame.shape)
+    cv2.imwrite(str(folder / f"{seed}_n.png"), np.clip(frame + noise, 0, 255).astype(np.uint8))
+
+
+def test_near_copies_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for seed in range(3):
+        _write_near_copies(tmp_path, seed)
+    for seed in range(10, 14):
+        cv2.imwrite(str(tmp_path / f"{seed}.png"), _frame(seed))
+    dataset = open_dataset("folder", tmp_path)
+    (fault,) = _faults(dataset, "near_copies")
+    assert fault.severity is Severity.NOTE
+    assert "6 of 13 training images are near copies" in fault.detail
+    assert "which leaves 7 different images" in fault.detail
+    anomaly.fit(dataset, SETTINGS, device="cpu", calibrate=False)
+    assert fault.detail in caplog.text
+
+
+def test_near_copies_in_the_test_split_are_told(tmp_path: Path) -> None:
+    folder = write_product(tmp_path / "disc", n_train=2)
+    cv2.imwrite(str(folder / "train/good/a.png"), _frame(0))
+    cv2.imwrite(str(folder / "test/good/a.jpg"), _frame(0), [1, 80])
+    (fault,) = _faults(open_dataset("mvtec", folder), "near_copies")
+    assert "1 of 4 other good images are near copies of training images" in fault.detail
+
+
+def test_frames_are_found_among_many(tmp_path: Path) -> None:
+    """More than are compared at once, the copies far apart."""
+    write_part(tmp_path / "0.png", seed=0)
+    look = look_of(read_image(tmp_path / "0.png"))
+    rng = np.random.default_rng(0)
+    rows = rng.normal(0, 9, (2500, 256))
+    rows[2400:] = rows[:100] + rng.normal(0, 0.2, (100, 256))
+    looks = {i: type(look)(str(i), row.astype(np.float16)) for i, row in enumerate(rows)}
+    shown = frames(looks)
+    assert [shown[i] for i in range(2500)] == [*range(2400), *range(100)]
+
+
+def test_copies_are_kept_together_where_the_split_is_drawn(tmp_path: Path) -> None:
+    folder = tmp_path / "p"
+    for kind in ("good", "defect"):
+        (folder / kind).mkdir(parents=True)
+    for seed in range(8):
+        _write_near_copies(folder / "good", seed)
+        shutil.copy(folder / "good" / f"{seed}_n.png", folder / "good" / f"again_{seed}.png")
+    cv2.imwrite(str(folder / "defect" / "0.png"), _frame(99))
+    dataset = open_dataset("good_defect", folder)
+    assert any(len(names) < 4 for names in _frames_in(dataset))
+    write(tmp_path / "images.csv", listing_of(dataset, _check(dataset).copies))
+    dataset = open_dataset("csv", tmp_path / "images.csv")
+    assert all(len(names) == 4 for names in _frames_in(dataset))
+    assert 0 < sum(not sample.is_defect for sample in dataset.test) < 32
+    assert not _faults(dataset, "leak")
+
+
+def _frames_in(dataset: Dataset) -> list[set[str]]:
+    """The names of good images in each split, by the frame that they show."""
+    found: dict[tuple[bool, str], set[str]] = {}
+    for tested, samples in enumerate((dataset.train, dataset.test)):
+        for sample in samples:
+            if not sample.is_defect:
+                number = sample.path.stem.removeprefix("again_").partition("_")[0]
+                found.setdefault((bool(tested), number), set()).add(sample.name)
+    return [*found.values()]
+
+
+def test_a_mask_that_may_be_turned_is_told(
+    run_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_product(tmp_path / "disc", n_train=2)
+    _turn(folder / "test/spot/001.png", 3)
+    _turn(folder / "test/spot/002.png", 6)  # the size says that its mask is upright
+    dataset = open_dataset("mvtec", folder)
+    (fault,) = _faults(dataset, "mask_maybe_turned")
+    assert fault.severity is Severity.NOTE
+    assert "test/spot/001.png is turned" in fault.detail
+    score_test_split(load_model(run_folder, torch.device("cpu")), dataset.test)
+    assert caplog.text.count(fault.detail) == 1
+    _turn(_mask_of(folder), 3)
+    assert not _faults(dataset, "mask_maybe_turned")
+
+
+NAMES = "{}_mask {}-mask {}_label {}_gt {}_seg {}_ground_truth {} mask_{} gt-{} Label.{}"
+
+
+def test_masks_are_found_by_their_usual_names(tmp_path: Path) -> None:
+    """In either form of Unicode, whatever the image's is."""
+    composed, apart = (unicodedata.normalize(form, "Kühler 1") for form in ("NFC", "NFD"))
+    for which, pattern in enumerate(NAMES.split()):
+        folder = tmp_path / str(which)
+        touch(folder, "good/1.png")
+        for number, (image, mask) in enumerate([(composed, apart), (apart, composed)]):
+            place, masks = (unicodedata.normalize(f, f"Riß ü{number}") for f in ("NFC", "NFD"))
+            touch(
+                folder, f"defect/{place}/{image}.png", f"masks/{masks}/{pattern.format(mask)}.bmp"
+            )
+        dataset = open_dataset("good_defect", folder)
+        found = [s.mask_path is not None for s in dataset.test if s.is_defect]
+        assert (found, dataset.unused_masks) == ([True, True], ()), pattern
+
+
+def test_a_mask_is_that_of_the_image_with_its_whole_name(tmp_path: Path) -> None:
+    names = ("good/1.png", "defect/cap.jpg", "defect/cap_label.jpg", "masks/cap_label.png")
+    touch(tmp_path, *names)
+    masks = {s.path.stem: s.mask_path for s in open_dataset("good_defect", tmp_path).test}
+    assert masks["cap"] is None
+    assert masks["cap_label"] == tmp_path / "masks" / "cap_label.png"
+
+
+def test_masks_without_images_are_told(
+    run_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_product(tmp_path / "disc", n_train=6)
+    _mask_of(folder).rename(_mask_of(folder).with_name("x001.png"))
+    for layout, stray in (
+        ("mvtec", folder / "ground_truth" / "spot" / "x001.png"),
+        ("good_defect", folder / "masks" / "defect" / "x001.png"),
+    ):
+        if layout == "good_defect":
+            for old, new in (("train/good", "good"), ("test/spot", "defect")):
+                (folder / old).rename(folder / new)
+            (folder / "ground_truth").rename(folder / "masks")
+            (folder / "masks" / "spot").rename(folder / "masks" / "defect")
+        dataset = open_dataset(layout, folder)
+        (unused,) = _faults(dataset, "mask_unused")
+        (missing,) = _faults(dataset, "mask_missing")
+        assert (unused.severity, missing.severity) == (Severity.UNUSABLE, Severity.UNUSABLE)
+        assert str(stray) in unused.detail
+        assert "001.png has no mask" in missing.detail
+    anomaly.load(run_folder, device="cpu").evaluate(dataset)
+    assert unused.detail in caplog.text
+    assert "1 of 3 defects have no mask" in caplog.text

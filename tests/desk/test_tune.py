@@ -1,9 +1,10 @@
-"""Settings tried on known defects: from a config to one that catches more."""
+"""Settings tried on known defects: which ones, what they catch, and when others are better."""
 
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -13,13 +14,15 @@ import yaml
 from conftest import FAST, Command, write_part
 from kit import tiny
 from moving_parts import draw
+from scipy.stats import norm
 
 import anomaly
-from anomaly.config.load import load_config
+from anomaly.config.load import load_config, parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets.samples import Sample
 from anomaly.desk import tune
-from anomaly.desk.tune import Search
+from anomaly.desk.advice import LEAST_DEFECTS
+from anomaly.desk.tune import Scores, Search, changed, expense, judge, steps, work, worth
 from anomaly.evaluation.evaluate import score_test_split
 from anomaly.report.report import flattered
 from anomaly.storage.models import load_model
@@ -149,3 +152,162 @@ def test_images_with_a_reason_for_review_are_caught_whatever_their_score(tmp_pat
     assert np.isinf(scores.defects).tolist() == [True, False]
     assert np.isinf(scores.good).tolist() == [False, True]
     assert scores.limit(0.01) < np.inf
+
+
+def config(**values: Any) -> Config:
+    return parse_config(values, "a test")
+
+
+def axes(given: Config) -> set[str]:
+    return {step.axis for step in steps(given, ["resnet50"])}
+
+
+def test_what_is_tried_depends_on_what_is_there() -> None:
+    every = {"image score", "bank", "size", "turns", "pose", "network"}
+    assert axes(config(model={"coreset_ratio": 0.02})) == every
+    assert "bank" not in axes(config(model={"coreset_ratio": 0.5}))
+    assert axes(config(model={"kind": "padim"})) == {"image score", "size", "pose", "network"}
+    assert "turns" not in axes(config(model={"turned_copies": "quarter_turns"}))
+    assert "size" not in axes(config(image={"resize": 256}))
+    assert "pose" not in axes(config(image={"align": "shift"}))
+    assert "network" not in axes(config(backbone={"name": "resnet50"}))
+
+
+def test_every_candidate_is_a_valid_config_that_differs() -> None:
+    for values in (
+        {},
+        {"model": {"kind": "padim"}},
+        {"model": {"image_score": "max"}},
+        {"image": {"tile": 1024}},
+        {"image": {"area": 64}},
+        {"image": {"resize": 256, "crop": 224}},
+    ):
+        base = config(**values)
+        for change in steps(base, ["resnet50"]):
+            assert changed(base, [change]) != base
+            assert change.reason
+
+
+def test_turned_copies_keep_the_bank_as_large_as_it_was() -> None:
+    base = config(model={"coreset_ratio": 0.04})
+    turned = [step for step in steps(base, []) if step.axis == "turns"]
+    for step, copies in zip(turned, (4, 8), strict=True):
+        settled = changed(base, [step])
+        assert settled.model.coreset_ratio == pytest.approx(0.04 / copies, rel=1e-2)
+        assert expense(settled, base) == pytest.approx(1.0, rel=1e-2)
+        assert work(settled)[1] == copies * work(base)[1]
+
+
+RATE = 0.05
+
+
+def drawn(
+    draw: np.random.Generator, gains: list[float], defects: int, good: int = 100
+) -> list[Scores]:
+    """Scores by settings that move defects by so much; all share most of their noise."""
+    held_out, known = draw.normal(size=good), draw.normal(size=defects)
+
+    def noisy(values: np.ndarray) -> np.ndarray:
+        return values + 0.3 * draw.normal(size=len(values))
+
+    other = draw.normal(size=25)
+    return [Scores(noisy(held_out), noisy(known + gain), noisy(other)) for gain in gains]
+
+
+def test_a_defect_above_all_good_ones_counts_one_and_one_among_them_nothing() -> None:
+    good = np.arange(100.0)
+    values = worth(Scores(good, np.array([200.0, 94.5, 50.0]), np.array([])), RATE)
+    assert values == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_good_images_of_another_lot_raise_the_threshold() -> None:
+    held_out, defects = np.arange(100.0), np.array([150.0])
+    without = Scores(held_out, defects, np.array([]))
+    with_others = Scores(held_out, defects, np.full(20, 200.0))
+    assert (without.limit(RATE), with_others.limit(RATE)) == (95.0, 200.0)
+    assert (worth(without, RATE)[0], worth(with_others, RATE)[0]) == (1.0, 0.0)
+
+
+def test_the_threshold_is_that_of_training() -> None:
+    from anomaly.calibration.thresholds import threshold_for_expected_rate
+
+    held_out = np.random.default_rng(0).normal(5, 1, 137)
+    scores = Scores(held_out, np.array([]), np.array([]))
+    assert (held_out > scores.limit(RATE)).sum() == (
+        held_out > threshold_for_expected_rate(held_out, RATE).value
+    ).sum()
+
+
+def test_what_is_clearly_better_is_taken_and_of_equals_the_cheapest() -> None:
+    settings = drawn(np.random.default_rng(1), [1.0, 9.0, 9.0, 1.0], 25)
+    assert judge(settings, [1, 3, 2, 1], RATE).index == 2
+    assert judge(settings, [1, 2, 3, 1], RATE).index == 1
+    assert judge(settings, [1, 2, 3, 1], RATE).better
+    assert judge(settings, [1, 2, 3, 1], RATE, seed=7) == judge(
+        settings, [1, 2, 3, 1], RATE, seed=7
+    )
+
+
+def seen(
+    draw: np.random.Generator, gains: list[float], parts: int, views: int, good: int = 100
+) -> list[Scores]:
+    """Scores of several views of each part: settings differ from part to part, not within one."""
+    of_good, of_part = draw.normal(size=good), draw.normal(size=parts)
+    settings = []
+    for gain in gains:
+        own = 1.5 + gain + 0.7 * (of_part + draw.normal(size=parts))
+        defects = own.repeat(views) + 0.2 * draw.normal(size=parts * views)
+        held_out = 0.7 * (of_good + draw.normal(size=good))
+        settings.append(Scores(held_out, defects, np.array([])))
+    return settings
+
+
+def test_settings_that_are_alike_are_not_taken_for_better() -> None:
+    draw, groups = np.random.default_rng(0), np.arange(10).repeat(6)
+    wrong, more = [], []
+    for _ in range(100):
+        settings = seen(draw, [0.0] * 12, parts=10, views=6)
+        judged = judge(settings, [1.0] * 12, RATE, groups=groups)
+        caught = [(scores.defects > scores.limit(RATE)).mean() for scores in settings]
+        wrong.append(judged.better)
+        more.append(judged.caught.expected - np.mean(caught))
+    assert np.mean(wrong) <= 0.1
+    assert abs(np.mean(more)) < 0.03
+
+
+@pytest.mark.parametrize(("parts", "views"), [(40, 1), (30, 4)])
+def test_what_is_said_of_the_chosen_settings_holds_for_new_images(parts: int, views: int) -> None:
+    """Eleven settings are equally good, so the one that is chosen seems better than it is."""
+    draw, groups = np.random.default_rng(3), np.arange(parts).repeat(views)
+    rows = []
+    for _ in range(40):
+        settings = seen(draw, [0.0] + [2.0] * 11, parts, views)
+        said = judge(settings, [1.0] * 12, RATE, groups=groups)
+        limit, gain = settings[said.index].limit(RATE), 2.0 if said.index else 0.0
+        caught = norm.sf(limit, 1.5 + gain, np.hypot(0.7 * 2**0.5, 0.2))
+        flagged = norm.sf(limit, 0, 0.7 * 2**0.5)
+        rows.append(
+            (
+                said.caught.expected - caught,
+                said.flagged.expected - flagged,
+                said.caught.low <= caught <= said.caught.high,
+                said.flagged.low <= flagged <= said.flagged.high,
+            )
+        )
+    more_caught, more_flagged, *held = np.mean(rows, 0)
+    assert abs(more_caught) < 0.02
+    assert abs(more_flagged) < 0.006
+    assert min(held) >= 0.94
+
+
+def test_six_defects_of_one_part_are_one() -> None:
+    settings = drawn(np.random.default_rng(1), [0.0, 9.0], 2 * LEAST_DEFECTS)
+    judged = judge(settings, [1, 2], RATE, groups=[0] * LEAST_DEFECTS + [1] * LEAST_DEFECTS)
+    assert (judged.parts, judged.better) == (2, False)
+    assert judged.caught.low < 0.2 < 0.8 < judged.caught.high
+
+
+def test_good_images_of_one_group_are_parted() -> None:
+    settings = drawn(np.random.default_rng(1), [0.0, 9.0], 8)
+    groups = [*range(8), *["lot"] * 125]
+    assert judge(settings, [1, 2], RATE, groups=groups) == judge(settings, [1, 2], RATE)
