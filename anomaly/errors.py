@@ -154,7 +154,7 @@ def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list
 
 
 # Packages that only the extra `train` installs; exported models run without them.
-_TRAINING = ("torch", "torchvision", "faiss")
+_TRAINING = ("torch", "torchvision", "timm", "faiss")
 
 
 def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:

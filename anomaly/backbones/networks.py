@@ -26,7 +26,7 @@ from anomaly.backbones.weights import (
     read_state,
     weights_file,
 )
-from anomaly.errors import ConfigError, WeightsError, nearest, some
+from anomaly.errors import ConfigError, WeightsError, nearest, needs_training, some
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ def _without_compiler(name: str) -> Any:
 
 
 def _is_compile_supported(device_type: str) -> bool:
+    """The compiler's own function of this name, looked up when it is called."""
     compiler: Any = import_module("torch._dynamo.utils")
     return bool(compiler.is_compile_supported(device_type))
 
@@ -78,8 +79,8 @@ class Backbone:
     """A network's constructor, normalisation, official weights and their licence.
 
     Args:
-        network: makes the network, which takes normalised images (B, 3, H, W), with random weights
-            from torch's global generator.
+        network: function that makes the network, which takes normalised images (B, 3, H, W), with
+            random weights from torch's global generator.
         normalisation: the normalisation that its weights were trained with; None for ImageNet's.
 
     Attributes:
@@ -95,11 +96,11 @@ class Backbone:
         self._normalisation = normalisation or Normalisation()
 
     def normalisation(self) -> Normalisation:
-        """The normalisation that its weights were trained with."""
+        """The normalisation that the official weights were trained with."""
         return self._normalisation
 
     def official(self) -> tuple[State, str]:
-        """The tensors that `backbone.weights: imagenet` means, and the sha256 of their file.
+        """The official weights (`backbone.weights: imagenet`) by name, and their file's sha256.
 
         Raises:
             WeightsError: there are none, or they are neither on disk nor can be downloaded.
@@ -110,11 +111,16 @@ class Backbone:
         )
 
     def renamed(self, state: State, network: nn.Module) -> State:
-        """The tensors of a file by the key names of the network, which is on the meta device."""
+        """The tensors of a weights file by the network's own key names.
+
+        Args:
+            state: tensors by the file's names.
+            network: the whole network, on the meta device.
+        """
         return state
 
     def licence(self) -> str | None:
-        """The licence of the official weights, where it is known."""
+        """The licence of the official weights; None where it isn't known."""
         return None
 
 
@@ -137,7 +143,7 @@ def backbone_of(name: str) -> Backbone:
     """The backbone of a name: from `BACKBONES`, timm, torchvision, or an installed package.
 
     Raises:
-        ConfigError: nobody knows the name. One of timm is looked up when its network is made.
+        ConfigError: there is no such network. timm is asked only when the network is made.
     """
     if name in BACKBONES:
         return BACKBONES[name]
@@ -165,26 +171,21 @@ class _Torchvision(Backbone):
         super().__init__(partial(torchvision.models.get_model, name, weights=None, **extra))
         self._name = name
 
-    def weights(self) -> Any:
-        """Torchvision's enum member for `imagenet`: the first release, the one the papers used."""
-        members = list(torchvision.models.get_model_weights(self._name))
-        return next((m for m in members if m.name == "IMAGENET1K_V1"), members[0])
-
     def normalisation(self) -> Normalisation:
         """TensorFlow's for networks that come from there, else that of torchvision's transforms."""
         if self._name in _FROM_TENSORFLOW:
             return Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-        preset = self.weights().transforms()
+        preset = _release(self._name).transforms()
         return Normalisation(tuple(preset.mean), tuple(preset.std))
 
     def official(self) -> tuple[State, str]:
-        """The tensors of torchvision's file, found on disk or downloaded, and its sha256.
+        """The tensors of torchvision's file, which is on disk or downloaded, and its sha256.
 
         Raises:
-            WeightsError: they can't be had; the message names a network whose weights are on disk.
+            WeightsError: there is no such file; the message names a network that has one on disk.
         """
         try:
-            return official_state(self.weights().url)
+            return official_state(_release(self._name).url)
         except WeightsError as error:
             at_hand = [name for name in networks_on_disk() if name != self._name]
             if not at_hand:
@@ -195,7 +196,13 @@ class _Torchvision(Backbone):
             ) from None
 
 
-_TIMM = "timm/"  # what the names of timm's networks begin with
+def _release(name: str) -> Any:
+    """Torchvision's weights of a network, with their `url`: the first release, as in the papers."""
+    releases = list(torchvision.models.get_model_weights(name))
+    return next((each for each in releases if each.name == "IMAGENET1K_V1"), releases[0])
+
+
+_TIMM = "timm/"  # beginning of the names of timm's networks
 # The network whose weights are installed with anomaly's extra `train`: the package, the file in it
 # and that file's hash.
 INSTALLED = "timm/tf_efficientnet_lite2"
@@ -227,7 +234,7 @@ class _Timm(Backbone):
         return settings.to_dict() if settings else {}
 
     def normalisation(self) -> Normalisation:
-        """The normalisation that timm states."""
+        """The normalisation that timm states for the weights."""
         settings = self._settings()
         return Normalisation(tuple(settings["mean"]), tuple(settings["std"]))
 
@@ -236,7 +243,11 @@ class _Timm(Backbone):
         return self._settings().get("license")
 
     def official(self) -> tuple[State, str]:
-        """The weights of an installed package, else of the user's Hugging Face cache."""
+        """The weights of an installed package, else of the user's Hugging Face cache.
+
+        Raises:
+            WeightsError: neither has them, or the package's file is damaged.
+        """
         file = installed_file() if self._name == INSTALLED else None
         if file is None:
             return read_state(self._cached_file())
@@ -250,6 +261,11 @@ class _Timm(Backbone):
         )
 
     def _cached_file(self) -> Path:
+        """The weights file in the user's Hugging Face cache.
+
+        Raises:
+            WeightsError: it isn't there; the message says how to get it.
+        """
         from huggingface_hub import constants, try_to_load_from_cache  # comes with timm
 
         source: str = self._settings().get("hf_hub_id") or ""
@@ -268,7 +284,7 @@ class _Timm(Backbone):
         )
 
     def renamed(self, state: State, network: nn.Module) -> State:
-        """The tensors by timm's names; those of a file that timm doesn't know stay as they are."""
+        """The tensors by timm's key names; names that timm doesn't know are kept."""
         wanted = network.state_dict()
         if state.keys() <= wanted.keys():
             return state
@@ -282,12 +298,16 @@ class _Timm(Backbone):
 
 
 def _timm_network(name: str) -> nn.Module:
+    """A network of timm with random weights, which takes images of any size if it can.
+
+    Raises:
+        ConfigError: timm has no such network, or no such weights of it.
+        AnomalyError: timm isn't installed.
+    """
     try:
-        timm = _without_compiler("timm")  # optional, and takes a second
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "networks of timm need timm, which isn't installed: pip install 'anomaly[train]'"
-        ) from None
+        timm = _without_compiler("timm")  # here, because it takes a second
+    except ModuleNotFoundError as error:
+        raise needs_training(name, error) from None
     logging.getLogger("timm").setLevel(logging.ERROR)  # it reports every resampled position
     plain = name.removeprefix(_TIMM)
     kind, _, tag = plain.partition(".")
@@ -311,12 +331,14 @@ def _timm_network(name: str) -> nn.Module:
 
 
 def _by_order(state: State, wanted: Mapping[str, Tensor]) -> State:
-    """An EfficientNet's tensors by timm's key names; both files have them in the layers' order.
+    """An EfficientNet's tensors by timm's key names; both have them in the order of the layers.
 
     Args:
-        state: by the names of EfficientNet-PyTorch; left as they are where a tensor is of another
-            kind or shape than timm's at its place.
-        wanted: timm's own.
+        state: tensors by the key names of EfficientNet-PyTorch.
+        wanted: timm's tensors by its key names.
+
+    Returns:
+        The renamed tensors; `state` itself where the two differ in a tensor's kind or shape.
     """
     keys, names = ([k for k in s if not k.endswith("num_batches_tracked")] for s in (state, wanted))
     alike = len(keys) == len(names) and all(
@@ -326,18 +348,18 @@ def _by_order(state: State, wanted: Mapping[str, Tensor]) -> State:
     return {n: state[k] for k, n in zip(keys, names, strict=True)} if alike else state
 
 
-# For anomalies, the best first; the first is that of the papers.
+# Networks that find most anomalies, the best first, which is that of PatchCore's paper.
 _BEST = ("wide_resnet50_2", "resnet50")
 
 
 def backbone_at_hand() -> tuple[str, str]:
-    """The best network whose weights are on disk or can be downloaded, and why that one.
+    """The best network whose weights are on disk or can be downloaded, and the reason in words.
 
     Raises:
-        WeightsError: none is; the message says what to do.
+        WeightsError: there is none; the message says what to do.
     """
     try:
-        official_file(_url(_BEST[0]))
+        official_file(_release(_BEST[0]).url)
         return _BEST[0], "the network of the papers"
     except WeightsError as error:
         log.debug("%s", error)
@@ -345,7 +367,8 @@ def backbone_at_hand() -> tuple[str, str]:
         if not at_hand:
             raise
     origin = "came with the installation" if at_hand[0] == INSTALLED else "are on disk"
-    files = " or ".join(_url(name).rpartition("/")[2] for name in _BEST if name not in at_hand)
+    urls = [_release(name).url for name in _BEST if name not in at_hand]
+    files = " or ".join(url.rpartition("/")[2] for url in urls)
     return at_hand[0], (
         f"its weights {origin}. A larger network finds more defects: put {files} into weights/ (or "
         "the folder that ANOMALY_WEIGHTS names) and start again with --overwrite; see Networks in "
@@ -353,14 +376,9 @@ def backbone_at_hand() -> tuple[str, str]:
     )
 
 
-def _url(name: str) -> str:
-    """The address of torchvision's weights for a network."""
-    return str(_Torchvision(name).weights().url)
-
-
 def networks_on_disk() -> list[str]:
-    """The networks that are good at anomalies and whose weights are on disk, the best first."""
-    names = [name for name in _BEST if file_on_disk(_url(name))]
+    """The networks of `_BEST`, and `INSTALLED`, whose weights are on disk; the best first."""
+    names = [name for name in _BEST if file_on_disk(_release(name).url)]
     return [*names, INSTALLED] if installed_file() else names
 
 
@@ -380,7 +398,10 @@ def build(name: str) -> nn.Module:
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Leaves tensors on the meta device unfilled: torch imports its compiler to fill them, 2 s."""
+    """A mode in which tensors on the meta device aren't filled with random values.
+
+    To fill them, torch would import its compiler, which takes 2 s; on that device they have none.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -401,14 +422,18 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[State, str | None]
     """A network's tensors by name, and the sha256 of the file that they came from.
 
     Args:
-        name: the network.
+        name: the network's name.
         weights: `imagenet` for the official ones, `random`, or the path of a `.safetensors` or
             `.pth` file. Official ones of timm are those of an installed package, else those in the
             user's Hugging Face cache.
-        seed: for random weights, which have no file.
+        seed: seed of random weights.
+
+    Returns:
+        The tensors, and None instead of a sha256 where they are random.
 
     Raises:
-        WeightsError: there are none, or the file is missing, damaged or not the official one.
+        ConfigError: there is no such network.
+        WeightsError: there are no such weights, or their file is missing, damaged or not official.
     """
     backbone, file = backbone_of(name), weights_file(weights)
     if weights == "random":
@@ -425,7 +450,7 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[State, str | None]
 
 
 def full_network(name: str, weights: str) -> nn.Module:
-    """A network with all of its weights, nothing cut away; `random` ones are of seed 0."""
+    """The whole network of a name with its weights; `random` weights have seed 0."""
     network = build(name)
     state, _ = read_weights(name, weights, seed=0)
     load_state(network, state, network, f"the weights file for {name}")
@@ -435,13 +460,13 @@ def full_network(name: str, weights: str) -> nn.Module:
 def load_state(
     network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where: str
 ) -> None:
-    """Give a truncated network its weights, in place.
+    """Fill a network on the meta device with weights, in place.
 
     Args:
-        network: the truncated network, on the meta device.
+        network: the network, whole or truncated.
         state: tensors by the network's key names, with or without those of dropped layers.
             Half-precision values are widened to the network's own type.
-        full: the whole network; keys that it lacks are foreign.
+        full: the whole network; a key that it lacks shows that `state` belongs to another one.
         where: the source of `state`, for error messages.
 
     Raises:
@@ -475,10 +500,13 @@ def load_state(
 
 
 def _fill_buffers(network: nn.Module) -> None:
-    """Compute what no weights file holds: positions, windows. In place, after the weights.
+    """Compute the buffers that no weights file holds (positions, windows), in place.
+
+    Args:
+        network: a network whose weights are filled in.
 
     Raises:
-        ConfigError: a module doesn't say how.
+        ConfigError: a module has no function that computes them.
     """
     for path, module in network.named_modules():
         empty = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}

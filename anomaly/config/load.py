@@ -40,8 +40,8 @@ def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str]
     """
     values, sources = dict(_mapping(values, where)), {}
     for override in overrides:
-        key, setting = _read_override(override)
-        values = _merge(values, setting)
+        key, value = _read_override(override)
+        values = _changed(values, key.split("."), value)
         sources[key] = f"--set {override}"
     try:
         return Config.model_validate(values)
@@ -341,8 +341,8 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 _TEXTS = ("name", "data.root", "data.category", "backbone.name", "backbone.weights")
 
 
-def _read_override(override: str) -> tuple[str, dict[str, Any]]:
-    """The dotted key of an override, and its value inside the sections that the key names.
+def _read_override(override: str) -> tuple[str, Any]:
+    """The dotted key and the value of an override.
 
     Raises:
         ConfigError: it isn't `key=value`, or the value isn't YAML.
@@ -359,6 +359,13 @@ def _read_override(override: str) -> tuple[str, dict[str, Any]]:
         value = parse_yaml(text, f"--set {override[:300]}", lines=False)
         if isinstance(value, str) and plain[0] not in "'\"|>":
             value = plain  # ` #` is no comment here
-    for section in reversed(key.strip().split(".")):
-        value = {section: value}
     return key.strip(), value
+
+
+def _changed(values: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
+    """Settings with the value at the end of the keys replaced; missing sections are made."""
+    key, *inner = keys
+    if inner:
+        section = values.get(key)
+        value = _changed(section if isinstance(section, dict) else {}, inner, value)
+    return {**values, key: value}

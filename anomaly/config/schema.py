@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 
 @dataclass(frozen=True)
@@ -185,10 +184,13 @@ class BackboneConfig(_Section):
 
 
 def _known_method(kind: str) -> str:
+    """The name of a method, which other packages may have registered.
+
+    Raises:
+        ValueError: there is no such method.
+    """
     if kind not in METHODS:
-        *names, last = map(repr, METHODS)
-        listed = f"{', '.join(names)} or {last}"
-        raise PydanticCustomError("literal_error", "must be {expected}", {"expected": listed})
+        raise ValueError(f"model.kind is {kind!r}: must be {' or '.join(map(repr, METHODS))}")
     return kind
 
 

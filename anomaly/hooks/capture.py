@@ -1,7 +1,7 @@
-"""Keep what layers put out during a forward pass, and end the pass after the last of them.
+"""Outputs of layers, kept during a forward pass, which may end after the last of these layers.
 
-Below, what every hook goes through: copies of a network get none, nothing is changed in place.
-Compiled code calls no hooks that are registered later: while there are any, it mustn't run.
+The second half is for all hooks. A copy of a hooked network has none. Compiled code calls no hooks
+that are registered later, so compiled networks don't run while their layers are hooked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from anomaly.hooks.paths import Detached, Selector, select
 class Capture:
     """The outputs of layers; use it in a `with` statement, in which its hooks live.
 
-    Only forward passes of the thread that entered `with` are heard, so that threads may share
+    Only forward passes of the thread that entered `with` are recorded, so that threads may share
     a network.
 
     Example:
@@ -160,11 +160,10 @@ class Capture:
                 f"{', '.join(silent)} didn't run: the forward pass doesn't come through there, was "
                 "stopped before, ran in another thread or compiled, or was already read"
             )
-        result: dict[str, list[Tensor]] = {}
-        for output in chain.from_iterable(calls.values()):
-            for kept in output:
-                result.setdefault(kept.name, []).append(kept.checked())
-        return result
+        tensors: dict[str, list[Tensor]] = {}
+        for kept in chain.from_iterable(chain.from_iterable(calls.values())):
+            tensors.setdefault(kept.name, []).append(kept.checked())
+        return tensors
 
     def pop_numpy(self) -> dict[str, NDArray[Any]]:
         """`pop` as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
@@ -175,11 +174,14 @@ class Capture:
         return arrays
 
     def _reset(self) -> None:
+        """Forget all outputs."""
         self._pending = set(self._modules)
         self._calls = {path: deque(maxlen=self._kept_calls) for path in self._modules}
 
     def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], Any]:
-        def keep(module: nn.Module, inputs: Any, output: Any) -> Any:
+        """The forward hook of a layer, which keeps its output and may end the pass."""
+
+        def record(module: nn.Module, inputs: Any, output: Any) -> Any:
             if threading.get_ident() != self._thread:  # another thread runs the shared network
                 return None
             self._pending.discard(path)
@@ -189,7 +191,8 @@ class Capture:
                 refuse_hidden(repr(path), output)
                 raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
             self._calls[path].append(call)
-            if self._max_bytes is not None:  # a traced tensor's size isn't known
+            # Unasked, no size is read: a traced tensor's isn't known.
+            if self._max_bytes is not None:
                 self._check_memory(self._max_bytes)
             if last and not self._running:
                 raise LayerError(
@@ -201,9 +204,10 @@ class Capture:
             # A layer behind that works in place then changes the clone, not the captured tensor.
             return map_tensors(Tensor.clone, output) if self._grad else None
 
-        return keep
+        return record
 
     def _keep(self, name: str, tensor: Tensor) -> _Kept:
+        """An output's tensor as it is kept: detached, copied and converted as the options say."""
         if self._grad:
             if not torch.is_grad_enabled():
                 raise LayerError("grad=True needs autograd: leave torch.no_grad or inference_mode")
@@ -216,7 +220,13 @@ class Capture:
         return _Kept(name, tensor, None if tensor.is_inference() else tensor._version)
 
     def _check_memory(self, limit: int) -> None:
-        held = sum(k.tensor.nbytes for layer in self._calls.values() for c in layer for k in c)
+        """Check that all tensors kept take at most so many bytes.
+
+        Raises:
+            LayerError: they take more.
+        """
+        outputs = chain.from_iterable(chain.from_iterable(self._calls.values()))
+        held = sum(kept.tensor.nbytes for kept in outputs)
         if held > limit:
             raise LayerError(
                 f"captured tensors take {held} bytes, more than max_bytes={limit}: name fewer "
@@ -224,7 +234,7 @@ class Capture:
             )
 
 
-capture = Capture  # named for what a `with` statement does
+capture = Capture  # reads as a verb in a `with` statement
 
 
 class _Stopped(BaseException):
@@ -235,11 +245,25 @@ class _Stopped(BaseException):
 
 
 class _Kept(NamedTuple):
+    """A tensor of an output that is kept.
+
+    Attributes:
+        name: the layer's path, and the place inside its output, see `named_tensors`.
+        tensor: the tensor.
+        version: PyTorch's count of changes in place when it was kept; None where they aren't
+            watched.
+    """
+
     name: str
     tensor: Tensor
     version: int | None
 
     def checked(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            LayerError: it was changed in place since it was kept.
+        """
         if self.version is not None and self.tensor._version != self.version:
             raise LayerError(
                 f"the output of {self.name!r} was overwritten in place by a later layer: "
@@ -249,13 +273,17 @@ class _Kept(NamedTuple):
 
 
 def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
-    """The tensors of an output with a name for each.
+    """The tensors of a layer's output, each with a name; anything else in it is left out.
 
-    A lone tensor has the name given; inside containers the way to it follows a colon:
-    `lstm:0`, `lstm:1.0`, `head:out`. Keys with dots, brackets or quotes are quoted, and those that
-    aren't strings stand in brackets: `head:'a.b'`, `head:[3]`. What isn't a tensor is passed over.
+    Inside containers, indices and keys follow a colon: `lstm:0`, `lstm:1.0`, `head:out`. Keys with
+    dots, brackets or quotes are quoted, and those that aren't strings stand in brackets:
+    `head:'a.b'`, `head:[3]`.
+
+    Args:
+        value: the output.
+        name: the layer's name; a lone tensor gets it as it is.
     """
-    return [(f"{name}:{'.'.join(way)}" if way else name, t) for way, t in _walk(value, ())]
+    return [(f"{name}:{'.'.join(keys)}" if keys else name, t) for keys, t in _walk(value, ())]
 
 
 def refuse_hidden(layer: str, output: Any) -> None:
@@ -275,26 +303,27 @@ def refuse_hidden(layer: str, output: Any) -> None:
         )
 
 
-def _walk(value: Any, way: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+def _walk(value: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Each tensor inside a value, with the indices and keys that lead to it."""
     if isinstance(value, Tensor):
-        yield way, value
+        yield keys, value
     elif isinstance(value, MutableMapping):
         for key, item in value.items():
-            yield from _walk(item, (*way, _step(key)))
+            yield from _walk(item, (*keys, _spelled(key)))
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
-            yield from _walk(item, (*way, str(index)))
+            yield from _walk(item, (*keys, str(index)))
 
 
-def _step(key: Any) -> str:
-    """A mapping's key such that no two ways read alike."""
+def _spelled(key: Any) -> str:
+    """A mapping's key in a name, spelled so that no two names are equal."""
     if not isinstance(key, str):
         return f"[{key!r}]"
     return key if key and not set(key) & set(".[]'\"\\") else repr(key)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with each tensor replaced by `function` of it."""
+    """A value (tensor, tuple, list, mapping) with each tensor replaced by `function(tensor)`."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, MutableMapping):
@@ -332,9 +361,10 @@ class Attached:
 
 
 def private(network: nn.Module) -> nn.Module:
-    """Remember a network that only this program holds and nobody has given to torch.compile.
+    """Spare a network the search of `refuse_compiled`, which would take 100 ms for each batch.
 
-    Such a network is hooked for each batch; `refuse_compiled` needs no search for it.
+    Args:
+        network: a network that only this program holds, so that nobody has compiled it.
 
     Returns:
         The network.
@@ -344,15 +374,15 @@ def private(network: nn.Module) -> nn.Module:
 
 
 def refuse_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Make each compiled network that contains any of some layers raise where it is run.
+    """Make compiled networks that contain hooked layers raise an error where they are run.
 
-    Hooks on these layers go unnoticed there; the network that was given to `torch.compile` stays
-    as it is. Once any code has run compiled, compiled networks are looked for among all objects of
-    the process, which takes some 100 ms, unless `model` is `private`.
+    They would run past the hooks. The network that was given to `torch.compile` runs as before.
+    Once any code has run compiled, compiled networks are searched among all objects of the process,
+    which takes some 100 ms, unless `model` is `private`.
 
     Args:
-        model: the network that is hooked.
-        modules: the hooked layers.
+        model: the hooked network.
+        modules: its hooked layers.
 
     Returns:
         Handles whose removal lets the compiled networks run again.
@@ -374,6 +404,7 @@ def refuse_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> list[Remo
 
 
 def _refuse(network: nn.Module, _: Any) -> None:
+    """A forward-pre hook of a compiled network, which always raises LayerError."""
     raise LayerError(
         "this network is compiled, and layers of it are hooked: compiled code doesn't see their "
         "hooks. Run the network that was given to torch.compile (`compiled._orig_mod(...)`, or "

@@ -1,4 +1,4 @@
-"""Run your own functions at the layers of a network: one set of hooks, removed together."""
+"""Your own functions as hooks at the layers of a network: one set, removed together."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ Event: TypeAlias = Literal["forward", "forward_pre", "backward", "backward_pre"]
 _Register: TypeAlias = Callable[[Hook], RemovableHandle]  # a function of PyTorch's
 
 # Names of the arguments that PyTorch gives to the hooks of each event.
-_SHOWN: dict[Event, tuple[str, ...]] = {
+_ARGUMENTS: dict[Event, tuple[str, ...]] = {
     "forward": ("module", "inputs", "output"),
     "forward_pre": ("module", "inputs"),
     "backward": ("module", "grad_input", "grad_output"),
@@ -115,9 +115,13 @@ _SHOWN: dict[Event, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Handle:
-    """A hook that has been registered."""
+    """A registered hook.
 
-    parts: tuple[RemovableHandle, ...]  # a backward hook needs both of its gates
+    Attributes:
+        parts: PyTorch's handles: two of a backward hook, one for each gate, and else one.
+    """
+
+    parts: tuple[RemovableHandle, ...]
 
     def remove(self) -> None:
         """Remove the hook; a second time does nothing."""
@@ -128,9 +132,9 @@ class Handle:
 class HookSet:
     """Hooks on one network, all removed at the end of `with`, whatever happens inside.
 
-    Functions get PyTorch's own arguments first, then the extra ones given when registering. What
-    they return replaces what they were shown; None leaves it as it is. One that changes a tensor
-    in place instead is an error: other layers may hold the same tensor.
+    A function gets PyTorch's own arguments first, then the extra ones given when registering. Its
+    result replaces the output, input or gradient; None leaves it as it is. A function that changes
+    a tensor in place instead is an error: other layers may hold the same tensor.
 
     Example:
         def scale(module, inputs, output, factor):
@@ -269,7 +273,7 @@ class HookSet:
         """
         if event not in get_args(Event):
             raise LayerError(f"there is no hook event {event!r}; {nearest(event, get_args(Event))}")
-        call = _with_extra(hook, _SHOWN[event], extra, named)
+        call = _with_extra(hook, _ARGUMENTS[event], extra, named)
         before = torch_hooks.register_module_forward_pre_hook
         return [self._register(event, call, before, torch_hooks.register_module_forward_hook)]
 
@@ -282,11 +286,11 @@ class HookSet:
         named: dict[str, Any],
         with_kwargs: bool = False,
     ) -> list[Handle]:
-        """Hook layers; networks compiled around them refuse to run from now on."""
-        shown = _SHOWN[event]
+        """Hook layers; compiled networks that contain them refuse to run from now on."""
+        arguments = _ARGUMENTS[event]
         if with_kwargs:
-            shown = (*shown[:2], "kwargs", *shown[2:])
-        call = _with_extra(hook, shown, extra, named)
+            arguments = (*arguments[:2], "kwargs", *arguments[2:])
+        call = _with_extra(hook, arguments, extra, named)
         modules = list(select(self._model, layers).values())
         self._handles += refuse_compiled(self._model, modules)
         # A backward hook's gate stands around keyword inputs, too.
@@ -311,12 +315,18 @@ class HookSet:
         return self._add(before(Attached(gates.enter)), after(Attached(gates.leave)))
 
     def _add(self, *parts: RemovableHandle) -> Handle:
+        """The handle of a hook that was just registered; the set remembers it."""
         handle = Handle(parts)
         self._handles.append(handle)
         return handle
 
 
 def _check_tensor(value: object) -> None:
+    """Check that a value is a tensor.
+
+    Raises:
+        LayerError: it isn't.
+    """
     if not isinstance(value, Tensor):
         raise LayerError(
             f"{value!r} is no tensor: give one, such as model.fc.weight; layers are hooked by name "
@@ -325,9 +335,15 @@ def _check_tensor(value: object) -> None:
 
 
 def _check_call(
-    hook: Hook, shown: Sequence[str], extra: tuple[Any, ...], named: dict[str, Any]
+    hook: Hook, arguments: Sequence[str], extra: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """Check that a hook can be called: in the middle of a pass it would end in a traceback.
+    """Check that a hook can be called, which would otherwise fail in the middle of a pass.
+
+    Args:
+        hook: the function.
+        arguments: names of the arguments that PyTorch gives it.
+        extra: further arguments.
+        named: further arguments by name.
 
     Raises:
         LayerError: it takes other arguments.
@@ -337,16 +353,16 @@ def _check_call(
     except (TypeError, ValueError):  # torch's own functions have none
         return
     try:
-        signature.bind(*shown, *extra, **named)
+        signature.bind(*arguments, *extra, **named)
     except TypeError as error:
         name = getattr(hook, "__name__", type(hook).__name__)
         more = [*map(short, extra), *(f"{key}={short(value)}" for key, value in named.items())]
-        takes, given = ", ".join(signature.parameters), ", ".join([*shown, *more])
+        takes, given = ", ".join(signature.parameters), ", ".join([*arguments, *more])
         raise LayerError(f"{name}({takes}) can't be called as {name}({given}): {error}") from None
 
 
 def _with_extra(
-    hook: Hook, shown: Sequence[str], extra: tuple[Any, ...], named: dict[str, Any]
+    hook: Hook, arguments: Sequence[str], extra: tuple[Any, ...], named: dict[str, Any]
 ) -> Hook:
     """A function that gives a hook PyTorch's arguments, then its extra ones.
 
@@ -358,7 +374,7 @@ def _with_extra(
     Raises:
         LayerError: the hook takes other arguments; or, once called, it has changed a tensor.
     """
-    _check_call(hook, shown, extra, named)
+    _check_call(hook, arguments, extra, named)
 
     @wraps(hook)
     def call(*args: Any) -> Any:

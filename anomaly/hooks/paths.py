@@ -21,7 +21,7 @@ _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def resolve(model: nn.Module, path: str) -> tuple[str, nn.Module]:
-    """Find one layer by its path.
+    """One layer of a network, found by its path.
 
     Args:
         model: any network.
@@ -36,12 +36,11 @@ def resolve(model: nn.Module, path: str) -> tuple[str, nn.Module]:
         LayerError: the network has no such layer; names the nearest ones.
     """
     _refuse_module(model, path)
-    steps = _walk(model, path)
-    return ".".join(name for name, _ in steps), steps[-1][1] if steps else model
+    return _walk(model, path)[-1]
 
 
 def match(model: nn.Module, pattern: Selector) -> list[str]:
-    """Find every layer that a pattern names.
+    """The paths of all layers that a pattern names.
 
     Args:
         model: any network.
@@ -59,20 +58,20 @@ def match(model: nn.Module, pattern: Selector) -> list[str]:
     if _is_path(pattern):
         return [resolve(model, pattern)[0]]
     if isinstance(pattern, type):
-        known, what = {type(module).__name__ for module in model.modules()}, pattern.__name__
+        known, wanted = {type(module).__name__ for module in model.modules()}, pattern.__name__
         paths = [name for name, module in model.named_modules() if isinstance(module, pattern)]
     else:
-        known, what, wanted = set(_names(model)), pattern, re.compile(_regex(pattern))
-        paths = [name for name in _names(model) if wanted.fullmatch(name)]
+        known, wanted, regex = set(_names(model)), pattern, re.compile(_regex(pattern))
+        paths = [name for name in _names(model) if regex.fullmatch(name)]
     if not paths:
         raise LayerError(
-            f"no layer of {type(model).__name__} matches {what!r}; {nearest(what, known)}"
+            f"no layer of {type(model).__name__} matches {wanted!r}; {nearest(wanted, known)}"
         )
     return paths
 
 
 def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str, nn.Module]:
-    """The layers that one or several patterns name, ready to be hooked.
+    """The layers that one or several patterns name; all of them can be hooked.
 
     Args:
         model: any network.
@@ -88,17 +87,16 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
     selected: dict[str, nn.Module] = {}
     names: dict[int, str] = {}  # the path by which each layer, by its id, was selected
     for pattern in [layers] if isinstance(layers, str | type | nn.Module) else layers:
-        for path in [pattern] if _is_path(pattern) else match(model, pattern):
-            module, above = model, ""
-            for name, module in _walk(model, path):
-                above = f"{above}.{name}" if above else name
+        for path in match(model, pattern):
+            module = model
+            for above, module in _walk(model, path):
                 _refuse_unhookable(model, module, above, pattern)
-            if (earlier := names.setdefault(id(module), above)) != above:
+            if (earlier := names.setdefault(id(module), path)) != path:
                 raise LayerError(
-                    f"{earlier!r} and {above!r} are one layer under two names, so that its calls "
+                    f"{earlier!r} and {path!r} are one layer under two names, so that its calls "
                     "can't be told apart: name it once"
                 )
-            selected[above] = module
+            selected[path] = module
     return selected
 
 
@@ -111,51 +109,56 @@ def _refuse_module(model: nn.Module, layer: object) -> None:
 
 
 class Detached:
-    """Stand-in for a hook in a copy of a network."""
+    """A hook that does nothing, in the place of a hook in a copy of a network."""
 
     def __call__(self, *_: Any) -> None:
         """Change nothing."""
 
 
 def live_hooks(model: nn.Module) -> int:
-    """Count the hooks that a forward or backward pass of this network would call.
+    """Number of hooks that a forward or backward pass of a network would call.
 
-    Counts PyTorch's own tables: those of every module, of every parameter, and the global ones;
-    not what a copy of a hooked network has in place of its hooks, which does nothing.
+    It counts PyTorch's own tables: those of every module, of every parameter, and the global ones.
     """
     modules = list(model.modules())
     tables: list[object] = [getattr(m, name) for m in modules for name in _OF_MODULES]
     tables += [getattr(p, name, None) for p in model.parameters() for name in _OF_TENSORS]
     tables += [getattr(torch_hooks, f"_global{name}") for name in _OF_MODULES]
+    # A copy of a hooked network has `Detached` in place of its hooks.
     hooks = [hook for table in tables if isinstance(table, dict) for hook in table.values()]
     return sum(not isinstance(hook, Detached) for hook in hooks)
 
 
 def _is_path(pattern: Selector) -> TypeGuard[str]:
+    """True for a path in either form, which names one layer; False for a glob or a type."""
     return isinstance(pattern, str) and "*" not in pattern and "?" not in pattern
 
 
 def _walk(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Name and module of each step on the way to a layer."""
+    """The network and each layer on the way to a layer, with their paths as PyTorch prints them.
+
+    Raises:
+        LayerError: the network has no such layer; names the nearest ones.
+    """
     # `layer1[-1].conv1` -> `layer1.[-1].conv1`, one step a dot.
     spelled = path
     if "[" in path:
         spelled = _INDEX.sub(r".\g<0>", path).removeprefix("." if path.startswith("[") else "")
-    steps: list[tuple[str, nn.Module]] = []
-    module = model
+    steps = [("", model)]
     for step in spelled.split(".") if path else []:
+        above, module = steps[-1]
         name = _child_at(module, step) if step.startswith("[") else step
         children = module._modules  # those of a scripted module have no `get`
         child = children[name] if name in children else None  # noqa: SIM401
         if child is None:
             known = nearest(path, _names(model))
             raise LayerError(f"{type(model).__name__} has no layer {path!r}; {known}")
-        steps.append((name, child))
-        module = child
+        steps.append((f"{above}.{name}" if above else name, child))
     return steps
 
 
 def _child_at(module: nn.Module, step: str) -> str:
+    """The name of the child that an index (`[-1]`) means; empty where there is none."""
     # Not named_children(), which leaves out a module that it has met before.
     names = [name for name, child in module._modules.items() if child is not None]
     index = _INDEX.fullmatch(step)
@@ -164,28 +167,39 @@ def _child_at(module: nn.Module, step: str) -> str:
 
 
 def _regex(glob: str) -> str:
+    """The regular expression of a glob over paths."""
     meaning = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
     return "".join(meaning.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*|\?)", glob))
 
 
 def _names(model: nn.Module) -> Iterable[str]:
+    """The paths of all layers inside a network, as PyTorch prints them."""
     return (name for name, _ in model.named_modules() if name)
 
 
 def _refuse_unhookable(
     model: nn.Module, module: nn.Module, path: str, pattern: Selector = ""
 ) -> None:
-    """Refuse compiled and scripted code, which runs past hooks without a word.
+    """Refuse a module that runs past its hooks, such as compiled or scripted code.
 
-    Also where a pattern names many layers: whoever asks for all of them would miss some unawares.
+    Args:
+        model: the network.
+        module: the network itself or a layer of it.
+        path: the layer's path; empty for the network.
+        pattern: the pattern that names the layer, perhaps among others: skipped in silence, it
+            would be missed.
+
+    Raises:
+        LayerError: its hooks would never be called.
     """
     if reason := _unhookable(module):
-        what = f"layer {path!r} of {type(model).__name__}" if path else type(model).__name__
+        name = f"layer {path!r} of {type(model).__name__}" if path else type(model).__name__
         remedy = "" if not path or _is_path(pattern) else "; or name the other layers"
-        raise LayerError(f"{what} {reason}{remedy}")
+        raise LayerError(f"{name} {reason}{remedy}")
 
 
 def _unhookable(module: nn.Module) -> str:
+    """The reason why a module's hooks wouldn't be called, and a remedy; empty for other modules."""
     if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
         return (
             "is compiled, and compiled code doesn't see hooks registered later: "

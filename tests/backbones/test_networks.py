@@ -49,7 +49,7 @@ def test_resnet50_v1_has_its_stride_in_the_first_convolution() -> None:
 
 
 def test_official_weights_are_the_papers() -> None:
-    assert networks._url("wide_resnet50_2").endswith("wide_resnet50_2-95faca4d.pth")
+    assert networks._release("wide_resnet50_2").url.endswith("wide_resnet50_2-95faca4d.pth")
     with pytest.raises(WeightsError, match=r"no official weights.*backbone\.weights="):
         read_weights("resnet50_v1", "imagenet", 0)
 
