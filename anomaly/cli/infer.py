@@ -211,7 +211,7 @@ def _watch(options: argparse.Namespace, journal: WatchJournal, run: Run, tally: 
     """
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
     with resumable(lambda: f"{tally.counts['ok']} images are"), journal:
-        watch(run, journal, options.input, trouble=log.warning)
+        watch(run, journal, options.input)
     with (options.output / LINES).open(encoding="utf-8") as lines:  # earlier runs' rows, too
         page = _page(options, run, (Row(**from_json(line)) for line in lines))
     remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed

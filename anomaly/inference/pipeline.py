@@ -6,6 +6,7 @@ A journal notes a run's progress on disk, so that an interrupted run can be resu
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
@@ -49,6 +50,8 @@ from anomaly.runtime import Progress, StoppedError
 from anomaly.scoring.model import Model, Prediction
 from anomaly.storage.folder import MANIFEST, model_id
 
+log = logging.getLogger(__name__)
+
 # Scores batches, as `Model.predict_batches` does.
 Predict: TypeAlias = Callable[
     [Iterable[list[NetworkInput] | UnusableImage]], Iterator[Prediction | UnusableImage]
@@ -57,6 +60,9 @@ Predict: TypeAlias = Callable[
 RESULTS, LINES, REGIONS = "results.csv", "results.jsonl", "regions.csv"
 _BEHIND = 16  # most scored images that wait for their pictures, in complete batches
 _LAST_SECONDS = 5.0  # time for these pictures after a stop
+_POLL_SECONDS = 0.5  # pause between two lists of the watched folders
+_POLL_SHARE = 0.2  # largest share of the time spent on listing the folders
+SETTLE = 0.5  # seconds without a change after which a file counts as complete
 
 
 class Drawn(NamedTuple):
@@ -102,7 +108,8 @@ class Pipeline:
             The images of each batch; an unusable image, by itself.
         """
         batches = by_shape(self.model.fitting(loaded), batch_size or self.model.batch_size)
-        lengths: deque[int] = deque()  # numbers of images in the batches that aren't complete
+        # Number of images of each batch that was handed to the model and isn't complete.
+        lengths: deque[int] = deque()
 
         def counted() -> Iterator[list[NetworkInput] | UnusableImage]:
             for batch in batches:
@@ -204,8 +211,8 @@ class Journal:
         """
         raise NotImplementedError
 
-    def take(self, line: dict[str, Any]) -> None:
-        """Take finished images from a line of an earlier run."""
+    def restore(self, line: dict[str, Any]) -> None:
+        """Restore finished images from a line of an earlier run."""
 
     def _read(self, lines: Iterator[bytes]) -> None:
         for text in lines:
@@ -213,7 +220,7 @@ class Journal:
                 return
             line = from_json(text)
             if self._end:
-                self.take(line)
+                self.restore(line)
             else:
                 _check_same(self.file.parent, line["about"], self.about)
             self._end += len(text)
@@ -249,8 +256,8 @@ class RunJournal(Journal):
         self.commit({"images": [asdict(image) for image in batch]})
         self.done |= {image.index: image for image in batch}
 
-    def take(self, line: dict[str, Any]) -> None:
-        """Take a batch from a line of an earlier run."""
+    def restore(self, line: dict[str, Any]) -> None:
+        """Restore a batch from a line of an earlier run."""
         for image in line["images"]:
             regions = tuple(RegionRow(**region) for region in image["regions"])
             self.done[image["index"]] = Finished(image["index"], Row(**image["row"]), regions)
@@ -307,7 +314,7 @@ class RunJournal(Journal):
 
 
 def _check_same(output: Path, earlier: Mapping[str, object], about: Mapping[str, object]) -> None:
-    """Check that the run in an output folder is the one to resume.
+    """Refuse to resume another run than the one in an output folder.
 
     Args:
         output: the folder, for the message.
@@ -342,7 +349,7 @@ class Inputs:
     begun: dict[int, float] = field(default_factory=dict)
 
     def begin(self, done: Container[int]) -> Iterator[tuple[int, Path]]:
-        """Index and file of each image that isn't done; notes the time of each."""
+        """Yield index and file of each image that isn't done, and note when its reading begins."""
         for index, path in enumerate(self.paths):
             if index not in done:
                 self.begun[index] = time.perf_counter()
@@ -465,10 +472,6 @@ def resumable(done: Callable[[], str]) -> Iterator[None]:
         raise type(error)(f"{error}; {done()} done and kept; continue with --resume") from None
 
 
-_POLL_SECONDS = 0.5
-SETTLE = 0.5  # seconds without a change after which a file counts as complete
-_POLL_SHARE = 0.2  # largest share of the time spent on listing the folders
-
 # A file's size in bytes and the time of its last change in nanoseconds.
 Stamp: TypeAlias = tuple[int, int]
 
@@ -501,7 +504,7 @@ class Arrivals:
         self._returned = dict(done)
         self._settle = settle
         # Files that may still be written to: stamp, and the time at which it was first seen.
-        self._written: dict[Path, tuple[Stamp, float]] = {}
+        self._unsettled: dict[Path, tuple[Stamp, float]] = {}
 
     def poll(self, now: float = 0.0) -> dict[Path, Stamp]:
         """New files that are complete: unchanged for `settle` seconds between two polls.
@@ -518,27 +521,25 @@ class Arrivals:
             DataError: a folder can't be listed; a later poll returns its new files.
         """
         files = {file for folder in self._folders for file in list_files(folder, tell=False)}
-        listed = filter(is_image, files)
-        stamps = {path: stamp for path in listed if (stamp := stamp_of(path)) is not None}
-        new = {path: stamp for path, stamp in stamps.items() if self._returned.get(path) != stamp}
-        before, self._written = self._written, {}
+        images = filter(is_image, files)
+        stamps = {path: stamp for path in images if (stamp := stamp_of(path)) is not None}
+        unsettled, self._unsettled = self._unsettled, {}
         ready = {}
-        for path, stamp in new.items():
-            known, since = before.get(path, (None, now))
-            if known != stamp:
-                self._written[path] = stamp, now
-            elif now - since < self._settle:
-                self._written[path] = stamp, since
-            else:
+        for path, stamp in stamps.items():
+            if self._returned.get(path) == stamp:
+                continue
+            earlier, since = unsettled.get(path, (None, now))
+            if earlier == stamp and now - since >= self._settle:
                 ready[path] = stamp
-        # A folder that is suddenly empty may be a drive that comes back.
-        if gone := self._returned.keys() - stamps.keys():
-            there = [f for f in self._folders if any(path.is_relative_to(f) for path in stamps)]
-            for path in gone:
-                if any(path.is_relative_to(folder) for folder in there):
-                    del self._returned[path]
+            else:
+                self._unsettled[path] = stamp, since if earlier == stamp else now
+        # A folder that is suddenly empty may be a drive that comes back: its files stay known.
+        filled = [f for f in self._folders if any(path.is_relative_to(f) for path in stamps)]
+        for path in self._returned.keys() - stamps.keys():
+            if any(path.is_relative_to(folder) for folder in filled):
+                del self._returned[path]
         self._returned.update(ready)
-        return dict(sorted(ready.items(), key=lambda one: (one[1][1], one[0])))
+        return dict(sorted(ready.items(), key=lambda item: (item[1][1], item[0])))
 
 
 class WatchJournal(Journal):
@@ -564,10 +565,10 @@ class WatchJournal(Journal):
         self,
         outputs: Outputs,
         about: Mapping[str, object],
-        seen: Callable[[Finished], None] = lambda finished: None,
+        seen: Callable[[Finished], None],
     ) -> None:
         self._seen = seen
-        # Before `super().__init__`, which calls `take` for each line of an earlier run.
+        # Before `super().__init__`, which calls `restore` for each line of an earlier run.
         headers = {RESULTS: csv_header(Row), LINES: ""}
         if "regions" in outputs.kinds:
             headers[REGIONS] = csv_header(RegionRow)
@@ -596,53 +597,45 @@ class WatchJournal(Journal):
         # Rows first, then the line that makes them final: a crash in between loses no file.
         for name, text in texts.items():
             self._tables[name].append(text.encode("utf-8", "surrogateescape"))
-        files = (self.arrived[image.index] for image in batch)
-        stamps = {str(path): stamp for path, stamp in files}
+        stamps = {image.row.path: self.arrived[image.index][1] for image in batch}
         self.commit({"files": stamps, "ends": {n: t.end for n, t in self._tables.items()}})
         for image in batch:
             self._seen(image)
 
-    def take(self, line: dict[str, Any]) -> None:
-        """Take the files and table lengths from a line of an earlier run."""
-        for name, values in line["files"].items():
-            path, stamp = Path(name), (values[0], values[1])
+    def restore(self, line: dict[str, Any]) -> None:
+        """Restore files and table lengths from a line of an earlier run."""
+        for name, (size, changed) in line["files"].items():
+            path, stamp = Path(name), (size, changed)
             if stamp_of(path) in (stamp, None):  # a missing file may come back
                 self.earlier[path] = stamp
         self._ends.update(line["ends"])
 
 
-def watch(
-    run: Run,
-    journal: WatchJournal,
-    folders: list[Path],
-    *,
-    trouble: Callable[[str], None] = lambda message: None,
-) -> None:
+def watch(run: Run, journal: WatchJournal, folders: list[Path]) -> None:
     """Score the files in folders, and new files as they arrive, until the run is stopped.
 
     Memory grows with the files now in the folders, not with all earlier ones. A folder that can't
-    be listed, such as an interrupted network drive, is tried again.
+    be listed, such as an interrupted network drive, is tried again; a warning says so, and another
+    one that the folder can be listed again.
 
     Args:
         run: the run that scores the images.
         journal: the run's record.
         folders: folders to follow.
-        trouble: called with a message when folders can't be listed, when they can again, and when
-            the model's folder holds another model.
 
     Raises:
         OutputError: results can't be written.
     """
-    arrivals, model = Arrivals(folders, journal.earlier, SETTLE), run.model
-    assert model.folder is not None  # it was loaded
-    manifest = model.folder / MANIFEST
+    arrivals, model_folder = Arrivals(folders, journal.earlier, SETTLE), run.model.folder
+    assert model_folder is not None  # the model was loaded
+    manifest = model_folder / MANIFEST
     known = stamp_of(manifest)
     complaint = reported = ""
     numbers: dict[str, int] = {}  # the last number given to pictures of each repeated name
     while not run.stopped():
         if (stamp := stamp_of(manifest)) not in (None, known):
             known = stamp
-            _warn_of_change(model, model.folder, trouble)
+            _warn_of_change(run.model, model_folder)
         begun, before = time.monotonic(), complaint
         try:
             ready, complaint = arrivals.poll(begun), ""
@@ -650,14 +643,13 @@ def watch(
             ready, complaint = {}, str(error)
         # Only an error of two polls in a row is reported: a folder may vanish while it is listed.
         if complaint == before != reported:
-            trouble(complaint or "the folders can be listed again")
+            log.warning("%s", complaint or "the folders can be listed again")
             reported = complaint
         polled = time.monotonic()
         if ready:
-            paths = list(ready)
             journal.arrived = list(ready.items())
-            names = picture_names(paths, folders, run.outputs.holds_picture, numbers)
-            run.score(Inputs(paths, names))
+            names = picture_names(list(ready), folders, run.outputs.holds_picture, numbers)
+            run.score(Inputs(list(ready), names))
         _pause(polled + max(_POLL_SECONDS, (polled - begun) / _POLL_SHARE), run.stopped)
 
 
@@ -667,12 +659,14 @@ def _pause(until: float, stopped: Callable[[], bool]) -> None:
         time.sleep(min(left, _POLL_SECONDS))
 
 
-def _warn_of_change(model: Model, folder: Path, trouble: Callable[[str], None]) -> None:
+def _warn_of_change(model: Model, folder: Path) -> None:
     """Warn if a folder no longer holds the model that was loaded from it."""
     with suppress(OSError):  # the folder is being replaced; its next stamp is checked again
         if (current := model_id(folder)) != model.model_id:
-            trouble(
-                f"the model in {folder} has changed to {current}. Images are still scored with "
-                f"model {model.model_id}; to use the new one, stop this and start again with "
-                "another --output"
+            log.warning(
+                "the model in %s has changed to %s. Images are still scored with model %s; to use "
+                "the new one, stop this command and start it again with another --output",
+                folder,
+                current,
+                model.model_id,
             )
