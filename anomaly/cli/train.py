@@ -46,7 +46,7 @@ def run_train(options: argparse.Namespace) -> int:
             if options.ray is not None:
                 joined = annex("cluster.workers").joined(options.ray, device.type)
                 cluster = opened.enter_context(joined)
-                features_of = partial(annex("cluster.features").cluster_features, cluster)
+                features_of = partial(annex("cluster.workers").cluster_features, cluster)
             training, summary = train_run(
                 config,
                 dataset,

@@ -14,7 +14,7 @@ import torch
 from conftest import REPOSITORY, fast, write_part, write_product
 from thread_cluster import Once, ThreadCluster
 
-from anomaly.cluster.features import cluster_features
+from anomaly.cluster.workers import cluster_features
 from anomaly.config.load import load_config
 from anomaly.datasets.layouts import open_dataset
 from anomaly.errors import DataError, OutputError
