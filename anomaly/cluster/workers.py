@@ -557,7 +557,7 @@ class ShardedFeatures(CachedFeatures):
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
         """Results of a function of the patches, shard by shard, computed by workers."""
-        yield from self._on_shards(partial(_of_patches, function))
+        yield from self._on_shards("apply", function)
 
     def scores(
         self, model: Model, progress: Callable[[int], None] = lambda done: None
@@ -565,26 +565,27 @@ class ShardedFeatures(CachedFeatures):
         """Scores of the images by a model that hasn't learned from them, computed by workers."""
         known: dict[int, HeldOutScores] = {}
         # The CPU's tensors can be sent to any machine; what the scorer has derived stays here.
-        for scores in self._on_shards(partial(_scores, model.scorer.to("cpu"))):
+        for scores in self._on_shards("scores", model.scorer.to("cpu")):
             known |= scores
             progress(len(known))
         return known
 
-    def _on_shards(self, function: Callable[..., Any]) -> Iterator[Any]:
-        """Workers' results of a function for each shard that has any of the images.
+    def _on_shards(self, method: str, argument: Any) -> Iterator[Any]:
+        """Workers' results for each shard that has any of the images.
 
         Args:
-            function: called with the training setup and the shard's features.
+            method: method of `ShardWorker`, which takes features, image numbers and the argument.
+            argument: the method's last argument.
 
         Raises:
             AnomalyError: an image ends every worker that handles it.
         """
-        sent = self.cluster.put(function)
+        sent = self.cluster.put(argument)
 
         def ask(actor: Actor, unit: Sequence[int]) -> Future[Any]:
             # An empty unit only tests the worker: any features will do.
             _, features = self.shards[unit[0] // self.shard if unit else 0]
-            return actor.ask("apply", features, unit, sent)
+            return actor.ask(method, features, unit, sent)
 
         wanted = ([i for i in usable if i in self.images] for usable, _ in self.shards)
         units = [unit for unit in wanted if unit]
@@ -592,19 +593,6 @@ class ShardedFeatures(CachedFeatures):
             if lost:
                 raise AnomalyError(f"{self.sources[unit[lost[0]]]}: {CRASHED}; train without it")
             yield result
-
-
-def _of_patches(
-    function: Callable[[PatchSet], Result], setup: TrainingSetup, features: CachedFeatures
-) -> Result:
-    return function(features)
-
-
-def _scores(
-    scorer: Scorer, setup: TrainingSetup, features: CachedFeatures
-) -> dict[int, HeldOutScores]:
-    """Scores of images by a scorer that hasn't seen them."""
-    return features.scores(setup.model(scorer.to(setup.device)))
 
 
 class ShardWorker:
@@ -656,11 +644,21 @@ class ShardWorker:
             )
 
     def apply(
-        self, features: CachedFeatures, images: Sequence[int], function: Callable[..., Result]
+        self,
+        features: CachedFeatures,
+        images: Sequence[int],
+        function: Callable[[PatchSet], Result],
     ) -> Result:
-        """Result of a function of the setup and of some images' features."""
+        """Result of a function of some images' features."""
         self._begin()
-        return function(self._setup, features.only(images))
+        return function(features.only(images))
+
+    def scores(
+        self, features: CachedFeatures, images: Sequence[int], scorer: Scorer
+    ) -> dict[int, HeldOutScores]:
+        """Scores of some images by a scorer that hasn't learned from them."""
+        self._begin()
+        return features.only(images).scores(self._setup.model(scorer.to(self._setup.device)))
 
     def _begin(self) -> None:
         if self._begun:
