@@ -75,20 +75,24 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def named(folders: Mapping[str, Path]) -> dict[str, Path]:
-    """Model folders by the names in routes, rows and pages, which are always valid text."""
+    """Model folders by the names in routes, rows and pages: valid text, one for each folder."""
     return {visible(name.replace("\\", "\\\\")): folder for name, folder in folders.items()}
 
 
 def _token(options: argparse.Namespace) -> str:
-    """The token; empty without one."""
+    """The token that clients have to send; empty for none.
+
+    Raises:
+        AnomalyError: the token can't be read or is too short, or `--host` needs one.
+    """
     token, origin = os.environ.get("ANOMALY_TOKEN", "").strip(), "$ANOMALY_TOKEN"
     if (file := options.token_file) is not None:
         try:
             token, origin = file.read_text("utf-8-sig").strip(), file
         except (OSError, ValueError) as error:
             raise AnomalyError(f"--token-file {file} can't be read: {why(error)}") from None
-    long = len(token) >= 16 and token.isascii() and token.isprintable()
-    if not long and (token or file is not None):
+    valid = len(token) >= 16 and token.isascii() and token.isprintable()
+    if not valid and (token or file is not None):
         raise AnomalyError(
             f"the token in {origin} must have 16 characters or more, all plain ASCII: "
             "openssl rand -hex 16 makes one"
@@ -106,6 +110,7 @@ def _token(options: argparse.Namespace) -> str:
 
 
 def _sinks(options: argparse.Namespace) -> list[Sink]:
+    """The receivers; an address in the environment is kept off the command line."""
     webhook = options.webhook or os.environ.get("ANOMALY_WEBHOOK", "").strip()
     mqtt = options.mqtt or os.environ.get("ANOMALY_MQTT", "").strip()
     sinks: list[Sink] = [Webhook(webhook)] if webhook else []
@@ -113,9 +118,9 @@ def _sinks(options: argparse.Namespace) -> list[Sink]:
 
 
 def _record(options: argparse.Namespace) -> Path:
-    """The record, by default beside the models."""
+    """The record's file, by default beside the models."""
     models: Path = options.models
-    is_model = (models / MANIFEST).is_file()  # which stays as it is
+    is_model = (models / MANIFEST).is_file()  # a model folder gets no file that isn't the model's
     return options.record or (models.parent if is_model else models) / "line.sqlite"
 
 
@@ -123,8 +128,8 @@ def run_deploy(options: argparse.Namespace) -> int:
     """Check and deploy the new version, or bring back the previous one.
 
     Returns:
-        0 done, 1 refused, because known defects that the line's model catches would pass or the
-        model may be another product's; nothing was changed.
+        0 done; 1 refused and nothing changed, because known defects that the line's model catches
+        would pass, or the model may be another product's.
     """
     if options.back == (options.model is not None):
         raise AnomalyError("give either --model, the new version, or --back")
@@ -149,11 +154,11 @@ def run_deploy(options: argparse.Namespace) -> int:
 
 
 def _doubts(model: Model, line: Path) -> list[str]:
-    """Print what a version changes; why a person has to agree to it.
+    """Print the changes that a version brings; the reasons that a person has to agree to them.
 
     Args:
         model: the new version.
-        line: the model folder that it is to replace.
+        line: the model folder to be replaced.
     """
     try:
         before = load_model(line, model.device)
@@ -171,16 +176,16 @@ def _doubts(model: Model, line: Path) -> list[str]:
 def deploy(new: Path, run: Path, kind: str = _EARLIER) -> None:
     """Copy a model into a run, which keeps its previous version.
 
-    Its golden parts, the previous version's missed defects and the facts of its training, above
-    all the data set, are copied, too.
+    Golden parts and the facts of the training, above all the data set, are copied as well, and
+    missed defects of the previous version are kept.
 
     Args:
         new: the model folder.
-        run: created if missing.
-        kind: the folder in the run for its previous version.
+        run: the run; created if missing.
+        kind: name of the run's folder for its previous version.
 
     Raises:
-        OutputError: the run holds this model already, can't be written, or is a folder of runs.
+        OutputError: the run can't be written, or is a model folder or a folder of runs.
     """
     if (run / MANIFEST).is_file():
         raise OutputError(f"{run} is a model folder, which holds one version; give its run")
@@ -188,8 +193,6 @@ def deploy(new: Path, run: Path, kind: str = _EARLIER) -> None:
     draft = draft_of(run / "model")
     beside = [new.parent / part for part in _BESIDE if new.name == "model"]
     with _changing(run):
-        if holds(run / "model", new):
-            raise OutputError(f"{run} holds this model already; nothing was changed")
         try:
             shutil.copytree(new, draft / "model")
             for part in filter(Path.exists, beside):
@@ -203,10 +206,10 @@ def deploy(new: Path, run: Path, kind: str = _EARLIER) -> None:
 
 
 def earlier(run: Path) -> Path:
-    """The previous version's folder, which `back` restores.
+    """The folder of the run's previous version.
 
     Raises:
-        OutputError: there is none.
+        OutputError: the run has no earlier version.
     """
     versions = [v for v in _kept(run, _EARLIER) if (v / "model" / MANIFEST).is_file()]
     if not versions:
@@ -215,13 +218,10 @@ def earlier(run: Path) -> Path:
 
 
 def back(run: Path) -> None:
-    """Bring the previous version back; the current one is kept as withdrawn.
-
-    Args:
-        run: that a model was deployed to.
+    """Bring a run's previous version back; the current one is kept as withdrawn.
 
     Raises:
-        OutputError: there is no previous version, or the folder can't be written.
+        OutputError: the run has no earlier version, or can't be written.
     """
     with _changing(run):
         before = earlier(run)
@@ -230,32 +230,36 @@ def back(run: Path) -> None:
 
 
 def _id(run: Path) -> str:
+    """The id of a run's model; empty without a model."""
     model = run / "model"
     return model_id(model) if (model / MANIFEST).is_file() else ""
 
 
 def holds(old: Path, new: Path) -> bool:
-    """Whether two model folders are of one model in one engine; an export keeps its model's id."""
-    places = [(old / name, new / name) for name in (MANIFEST, EXPORT)]
-    return all(_content(before) == _content(after) for before, after in places)
+    """True if two model folders hold the same model, exported to the same engine if at all."""
+    return _seals(old) == _seals(new)
 
 
-def _content(file: Path) -> bytes:
-    return file.read_bytes() if file.is_file() else b""
+def _seals(model: Path) -> list[bytes]:
+    """Manifest and facts of the export of a model folder; empty where there is none."""
+    files = (model / MANIFEST, model / EXPORT)
+    return [file.read_bytes() if file.is_file() else b"" for file in files]
 
 
 def _kept(run: Path, kind: str) -> list[Path]:
+    """Folders of the versions of a kind, the oldest first."""
     return sorted(version for version in (run / kind).glob("*") if version.is_dir())
 
 
 def _numbered(run: Path, kind: str) -> Path:
-    """A new folder for the version in use, numbered after all others of its kind."""
+    """The path for the version in use, numbered after all others of its kind."""
     kept = _kept(run, kind)
     last = int(kept[-1].name.partition("-")[0]) if kept else 0
     return run / kind / f"{last + 1:03}-{_id(run)}"
 
 
 def _move(source: Path, target: Path) -> None:
+    """Move a version, without the other files of its run."""
     for part in _PARTS:
         if (source / part).exists():
             target.mkdir(parents=True, exist_ok=True)
@@ -264,6 +268,7 @@ def _move(source: Path, target: Path) -> None:
 
 @contextmanager
 def _changing(run: Path) -> Iterator[None]:
+    """Lock a run; errors of its files become `OutputError`."""
     with locked(run):
         try:
             yield

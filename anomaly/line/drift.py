@@ -19,7 +19,7 @@ import math
 import sqlite3
 import sys
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -31,14 +31,14 @@ from pydantic import Field
 
 from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.calibration.thresholds import Threshold, Thresholds
-from anomaly.desk.advice import DEFECT_SHARE, Comparison, compare_flagged, flagged_line
+from anomaly.desk.advice import DEFECT_SHARE, Comparison, compare_flagged
 from anomaly.errors import DataError
 from anomaly.line.record import JUDGED, open_to_read
 
 FALSE_ALARMS = 0.05  # chance of an alarm on any level in `HORIZON` parts that haven't drifted
 HORIZON = 2000  # parts that the false-alarm rate is stated for
-_CELLS = 300  # of the Markov chain, at least
-_LEAST_JUMP = 10  # cells that a part above the level adds
+_CELLS = 300  # least number of states of the Markov chain
+_LEAST_JUMP = 10  # least number of cells that a part above the level adds
 _BLOCK = 100  # parts; longer than most lots
 # The first blocks say little of how many parts say as much as one: this figure weighs as much as 6
 # blocks. Blocks cut lots in two, so the variance between them is too small: hence the factor. By
@@ -51,9 +51,9 @@ class Level:
     """A score level with the share of parts expected above it.
 
     Attributes:
-        name: of the level, for people.
-        value: a score.
-        promised: the share of parts above it that nobody need be surprised at.
+        name: the level's name for people.
+        value: the score.
+        promised: largest share of parts above the level that is no news.
         limit: the cumulative sum that raises the alarm.
     """
 
@@ -64,19 +64,22 @@ class Level:
 
 
 def gains(promised: float) -> tuple[float, float]:
-    """The sum's increments for a part below and a part above the level; tuned to twice the odds."""
+    """Increments of the sum: for a part below the level (negative), and for one above it.
+
+    The sum finds a rise to twice the odds of `promised` soonest.
+    """
     after = 2 * promised / (1 + promised)
     return math.log((1 - after) / (1 - promised)), math.log(after / promised)
 
 
 @lru_cache(maxsize=64)
 def limit_of(promised: float, chance: float) -> float:
-    """The alarm limit: the sum that `HORIZON` normal parts reach with a given chance at most."""
+    """The alarm limit: the sum that `HORIZON` normal parts reach with this chance at most."""
     down, up = gains(promised)
-    # The sum that starts anew at each part is a martingale, and there are as many as parts (Ville).
+    # Each part starts a martingale, which exceeds 1 / c with a chance of c at most (Ville).
     highest = math.log(HORIZON / chance)
-    # A cell of the chain is a fraction of `down`, one by which `up` is little more than a number of
-    # cells: that is rounded up, so that the stated chance is never too small.
+    # A cell is a fraction 1 / n of `down`. `up` is rounded up to whole cells, so that the computed
+    # chance is never too small; of many n the one that rounds least is taken.
     least = math.ceil(max(-down * _CELLS / highest, -down * _LEAST_JUMP / up))
     steps = min(range(least, 2 * least), key=lambda n: math.ceil(up * n / -down) / n)
     cell = -down / steps
@@ -92,7 +95,14 @@ def limit_of(promised: float, chance: float) -> float:
 
 
 def _reached(promised: float, cells: int, steps: int, jump: int) -> float:
-    """The chance that the chain reaches a cell within `HORIZON` parts."""
+    """The chance that the sum, in cells, reaches `cells` within `HORIZON` parts.
+
+    Args:
+        promised: chance that a part lies above the level.
+        cells: the limit.
+        steps: cells by which a part below the level lowers the sum.
+        jump: cells by which a part above the level raises it.
+    """
     chances = np.zeros(cells)
     chances[0] = 1.0
     for _ in range(HORIZON):
@@ -106,15 +116,15 @@ def _reached(promised: float, cells: int, steps: int, jump: int) -> float:
 
 @dataclass
 class Watched:
-    """A level and the parts counted against it.
+    """A level with its cumulative sum.
 
     Attributes:
         level: the level.
-        sum: the cumulative sum now.
-        above: parts above it so far.
-        alarm: the part that has raised the alarm, counted from 0; None while none has.
-        since: the part from which on there were more than promised, as the sum tells.
-        alike: how many parts said as much as one independent part, up to `since`.
+        sum: the cumulative sum after the latest part.
+        above: number of parts above the level.
+        alarm: index of the part that has raised the alarm; None without an alarm.
+        since: index of the part at which the sum began to rise from 0.
+        alike: number of parts that say as much as one independent part, as of `since`.
     """
 
     level: Level
@@ -127,11 +137,11 @@ class Watched:
     _blocks: list[int] = field(default_factory=list)  # parts above the level in each
 
     def add(self, value: float, number: int) -> None:
-        """Count one more part."""
+        """Count the part of index `number`, with its image score."""
         above = bool(value > self.level.value)
         self.above += above
         if self.sum == 0.0 and self.alarm is None:
-            # A rise must not pass for likeness, so the parts from here on don't count for it.
+            # A rise mustn't be taken for likeness, which is no longer estimated from here on.
             self.since, self.alike = number, self._latest
         self.sum = max(0.0, self.sum + gains(self.level.promised)[above])
         if self.alarm is None and self.sum >= self.level.limit * self.alike:
@@ -146,11 +156,7 @@ class Watched:
 
 
 def levels_of(thresholds: Thresholds) -> list[Level]:
-    """The levels to watch, the highest first; a level without room for an alarm is left out.
-
-    Args:
-        thresholds: of the model, with the scores behind them.
-    """
+    """The levels to watch for thresholds, the highest first; without those that can't alarm."""
     good = np.sort(np.array(thresholds.good.image))
     values = {"reject threshold": thresholds.image, "review threshold": thresholds.review}
     values |= {
@@ -177,10 +183,10 @@ class Promise:
     """Promise of a version's thresholds, as the record keeps it.
 
     Attributes:
-        rates: false-reject rates, `review` and `reject`.
+        rates: false-reject rates of the thresholds.
         levels: the levels to watch.
-        same_scores: ids of the versions whose thresholds alone differ, and its own.
-        caught: share of known defects that it catches; None if unknown.
+        same_scores: ids of the version and of others that differ by their thresholds alone.
+        caught: share of known defects that are caught; None if unknown.
     """
 
     rates: dict[Literal["review", "reject"], Rate]
@@ -192,31 +198,30 @@ class Promise:
     def given(
         cls, limits: Thresholds, same_scores: Collection[str], caught: float | None = None
     ) -> Promise:
-        """The promise of a model's thresholds; the arguments as the attributes."""
+        """The promise of a model's thresholds; other arguments are those of the attributes."""
         review, reject = limits.to_review.false_rejects, limits.to_reject.false_rejects
         rates: dict[Literal["review", "reject"], Rate] = {"review": review, "reject": reject}
         return cls(rates, levels_of(limits), sorted(same_scores), caught)
 
 
 class Drift:
-    """Watches a stream of scores, and remembers the first alarm of each level.
+    """The drift of a stream of scores, with the first alarm of each level.
 
     Args:
-        levels: as `levels_of` gives them.
-        scores: of parts, in order; `add` takes more.
+        levels: the levels to watch, see `levels_of`.
+        scores: image scores of the parts, in their order.
+
+    Attributes:
+        watched: the levels with their sums.
+        parts: number of parts.
     """
 
-    def __init__(self, levels: Sequence[Level], scores: Iterable[float] = ()) -> None:
+    def __init__(self, levels: Sequence[Level], scores: Sequence[float] = ()) -> None:
         self.watched = [Watched(level) for level in levels]
-        self.parts = 0
-        for score in scores:
-            self.add(score)
-
-    def add(self, score: float) -> None:
-        """Add the next part's image score."""
+        self.parts = len(scores)
         for watched in self.watched:
-            watched.add(score, self.parts)
-        self.parts += 1
+            for number, score in enumerate(scores):
+                watched.add(score, number)
 
     @property
     def alarm(self) -> Watched | None:
@@ -225,7 +230,7 @@ class Drift:
         return min(raised, key=lambda level: level.alarm or 0, default=None)
 
     def lines(self) -> list[str]:
-        """A readable line for each level."""
+        """A sentence for each level."""
         lines = []
         for watched in self.watched:
             share = percent(watched.above / self.parts) if self.parts else "–"
@@ -238,20 +243,16 @@ class Drift:
             lines.append(line)
         return lines
 
-    def flagged(self, review: Threshold, model: str) -> tuple[Comparison, str]:
-        """Whether more or fewer parts than promised are flagged, and a readable line if so.
+    def flagged(self, review: Threshold) -> Comparison:
+        """Compare the share of flagged parts with the promise of the review threshold.
 
-        Args:
-            review: the review threshold; compared only if it is one of the levels.
-            model: the model's folder, for a command.
+        Without room for an alarm the threshold isn't one of the levels: `as promised`.
         """
-        for watched in (w for w in self.watched if w.level.value == review.value):
-            above, parts = (round(n / watched.alike) for n in (watched.above, self.parts))
-            compared = compare_flagged(above, parts, review.false_rejects)
-            if compared != "as promised":
-                counted = watched.above, self.parts, review.false_rejects
-                return compared, flagged_line(*counted, model)
-        return "as promised", ""
+        for watched in self.watched:
+            if watched.level.value == review.value:
+                above, parts = (round(n / watched.alike) for n in (watched.above, self.parts))
+                return compare_flagged(above, parts, review.false_rejects)
+        return "as promised"
 
 
 # Images that people have called defects are left out, however often they were scored. Views of one
@@ -275,8 +276,8 @@ def scores_of(
     """Scores of recorded parts that were judged by their score, in the order of the parts.
 
     Args:
-        db: as `open_to_read` gives it.
-        model_ids: ids of the models that have scored them.
+        db: a record, opened by `open_to_read`.
+        model_ids: ids of the models that have scored the parts.
         condition: an SQL expression that is true for the parts wanted.
         most: largest number of scores; the newest count.
     """
@@ -290,20 +291,21 @@ class RecordedDrift:
 
     Args:
         promise: the promise of the model's thresholds.
+        review: the review threshold.
     """
 
-    def __init__(self, promise: Promise) -> None:
-        self._promise = promise
+    def __init__(self, promise: Promise, review: Threshold) -> None:
+        self.promise, self.review = promise, review
         self._newest: tuple[Any, ...] = ()  # ids of judgement and part, see _NEWEST
         self._drift = Drift(promise.levels)
         self._lock = threading.Lock()
 
     def look(self, record: Path) -> Drift:
-        """Drift of the record's newest parts; the last result while the record can't be read."""
+        """The drift of a record's newest parts; the last result while it can't be read."""
         with self._lock, suppress(DataError), open_to_read(record) as db:
             db.execute("BEGIN")
             newest = db.execute(_NEWEST).fetchone()
             if newest != self._newest:
-                scores = scores_of(db, self._promise.same_scores, most=HORIZON)
-                self._drift, self._newest = Drift(self._promise.levels, scores), newest
+                scores = scores_of(db, self.promise.same_scores, most=HORIZON)
+                self._drift, self._newest = Drift(self.promise.levels, scores), newest
         return self._drift

@@ -51,10 +51,6 @@ _LAST_SECONDS = 3.0  # for parts without an answer, once the service has ended
 _loading = threading.Lock()  # models are loaded one after the other
 
 
-class BusyError(AnomalyError):
-    """A part can't be accepted now; the same request can succeed later."""
-
-
 @dataclass(frozen=True, eq=False)
 class Version:
     """A model that has passed its checks, with what the service keeps beside it.
@@ -63,14 +59,12 @@ class Version:
         model: the model.
         checked: a sentence about what was checked.
         decoders: processes that decode and draw the model's parts.
-        promise: the promise of the thresholds; None without thresholds.
-        drift: the drift of the model's scores; None without thresholds.
+        drift: the drift of the model's scores, with the promise; None without thresholds.
     """
 
     model: Model
     checked: str
     decoders: Decoders
-    promise: Promise | None = None
     drift: RecordedDrift | None = None
 
     @classmethod
@@ -81,7 +75,8 @@ class Version:
             return cls(model, checked, decoders)
         ids = {model.model_id, *thresholds_alone_differ(folder)}
         promise = Promise.given(model.thresholds, ids, caught_defects(model))
-        return cls(model, checked, decoders, promise, RecordedDrift(promise))
+        drift = RecordedDrift(promise, model.thresholds.to_review)
+        return cls(model, checked, decoders, drift)
 
 
 @dataclass(eq=False)
@@ -199,8 +194,8 @@ class ModelSlot:
 
     def use(self, version: Version) -> None:
         """Score further parts with a version; the one before finishes its own."""
-        if version.promise:
-            promise = json.dumps(asdict(version.promise))
+        if version.drift:
+            promise = json.dumps(asdict(version.drift.promise))
             self._record.promises[version.model.model_id] = promise
         self.version, self.trouble = version, ""
 
@@ -218,14 +213,14 @@ class ModelSlot:
             The answer: the row, its number in the record (`id`), and what is wanted.
 
         Raises:
-            BusyError: too many parts are waiting, or the model can't be used.
+            AnomalyError: too many parts are waiting, or the model can't be used.
         """
         with self._lock:
             if self.version is None:
                 reason = self.trouble or "it is still being loaded"
-                raise BusyError(f"{self.name} can't be used: {reason}")
+                raise AnomalyError(f"{self.name} can't be used: {reason}")
             if len(self._parts) >= _MOST_WAITING:
-                raise BusyError(f"{_MOST_WAITING} parts are waiting for {self.name}; try again")
+                raise AnomalyError(f"{_MOST_WAITING} parts are waiting for {self.name}; try again")
             part = _Part(next(self._numbers), data, name, wanted, self.version)
             self._parts[part.index] = part
         self._begin()
@@ -255,7 +250,7 @@ class ModelSlot:
                 del self._parts[part.index]
         for part in refused:
             part.version.decoders.forget(part.index)
-            part.done.set_exception(BusyError(reason))
+            part.done.set_exception(AnomalyError(reason))
         return len(refused)
 
     def _score_parts(self) -> None:
@@ -325,10 +320,8 @@ class ModelSlot:
         row = answer.row
         answered: dict[str, Any] = {**asdict(row), "id": number.result()}
         if row.status == "ok":
-            if "heatmap" in part.wanted:
-                answered["heatmap_png"] = base64.b64encode(pictures.heatmap).decode()
-            if "mask" in part.wanted:
-                answered["mask_png"] = base64.b64encode(pictures.mask).decode()
+            for kind in {"heatmap", "mask"} & {*part.wanted}:
+                answered[f"{kind}_png"] = base64.b64encode(getattr(pictures, kind)).decode()
             if "regions" in part.wanted:
                 mm = part.version.model.config.image.mm_per_pixel
                 answered["regions"] = [
@@ -355,17 +348,14 @@ class ModelSlot:
 
         Returns:
             `alarm`: whether scores have drifted; `lines`: a sentence for each level; `compared`:
-            `as promised`, `more` or `fewer` parts are flagged; `flagged`: a sentence about that,
-            empty if as promised.
+            `as promised`, `more` or `fewer` parts are flagged.
         """
-        version = self.version
-        if version is None or version.drift is None or version.model.thresholds is None:
-            return {"alarm": False, "lines": [], "compared": "as promised", "flagged": ""}
-        drift = version.drift.look(self._record.file)
-        review = version.model.thresholds.to_review
-        compared, flagged = drift.flagged(review, str(self.folder))
-        levels = {"alarm": drift.alarm is not None, "lines": drift.lines()}
-        return levels | {"compared": compared, "flagged": flagged}
+        watched = self.version.drift if self.version else None
+        if watched is None:
+            return {"alarm": False, "lines": [], "compared": "as promised"}
+        drift = watched.look(self._record.file)
+        compared = drift.flagged(watched.review)
+        return {"alarm": bool(drift.alarm), "lines": drift.lines(), "compared": compared}
 
 
 def check(model: Model, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn, behind checks of who asks and of the size and time of a body.
+"""The HTTP server: uvicorn, behind checks of the client, and of a body's size and time.
 
 It is for this machine, or for a proxy in front of it (docker/nginx.conf): slow clients and the
 number of connections are the proxy's job.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -23,24 +22,24 @@ from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from anomaly.errors import AnomalyError
+from anomaly.errors import AnomalyError, why
 from anomaly.line.service import InspectionService
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
-MOST_AT_ONCE = 256  # requests; for health and figures there is always room
-_IDLE_SECONDS = 15  # that a connection stays open for the next request
-_HEAD_BYTES = 32768
-_IMAGE_BYTES = 256_000_000  # of one image file
-_SHORT_BYTES = 64_000  # of any other body
-_HELD_BYTES = 512_000_000  # of all bodies being received or waiting for their answers
-_RECEIVE_SECONDS = 30.0  # until a body is complete
-_DRAIN_SECONDS = 1.0
-_LAST_SECONDS = 3  # after a stop, until waiting parts are refused; then for the last answers
-_MOST_LAST_SECONDS = 60  # after a stop, for parts that were begun
-_OPEN = ("/v2/health/live", "/v2/health/ready")  # for supervisors, which have no token
+MOST_AT_ONCE = 256  # requests in progress; health and figures are always answered
+_IDLE_SECONDS = 15  # for which a connection stays open for the next request
+_HEAD_BYTES = 32768  # limit for a request's line and headers
+_IMAGE_BYTES = 256_000_000  # limit for one image file
+_SHORT_BYTES = 64_000  # limit for any other body
+_HELD_BYTES = 512_000_000  # limit for all bodies being received or waiting for their answers
+_RECEIVE_SECONDS = 30.0  # until a body has to be complete
+_DRAIN_SECONDS = 1.0  # in which the rest of a refused body is read
+_LAST_SECONDS = 3  # after a stop, until waiting parts are refused; then for slow clients
+_MOST_LAST_SECONDS = 60  # after a stop, for parts whose decoding has begun
+_OPEN = ("/v2/health/live", "/v2/health/ready")  # without a token, which supervisors lack
 _ALWAYS = (*_OPEN, "/metrics")
-_PAGE_HEADER = b"x-requested-with"  # sent by our page's scripts, see line.js
+_PAGE_HEADER = b"x-requested-with"  # of requests by the page's scripts, see line.js
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -60,11 +59,11 @@ def listening(host: str, port: int) -> socket.socket:
         AnomalyError: the address can't be listened at.
     """
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((str(address[0]), port), family=family)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
     except (OSError, UnicodeError, OverflowError) as error:
-        code = getattr(error, "errno", None) or 0
-        reason = os.strerror(code) if code > 0 else "the address is invalid"
+        reason = why(error) if isinstance(error, OSError) else "the address is invalid"
+        reason = reason.partition(" (")[0]  # behind it Python repeats the address
         raise AnomalyError(
             f"can't listen at {host}, port {port} ({reason}); give another --host or --port"
         ) from None
@@ -80,11 +79,11 @@ def serve(
     """Answer requests until stopped; all accepted parts are answered, see `_Server`.
 
     Args:
-        app: the routes.
-        service: open.
-        listener: as `listening` gives it.
-        token: that each request has to send; empty for none. See `Guard`.
-        stopped: whether to stop; called ten times a second.
+        app: the routes, as an ASGI application.
+        service: the service, entered.
+        listener: a listening socket.
+        token: the token that each request has to send; empty for none. See `Guard`.
+        stopped: returns true once the server has to stop; called ten times a second.
     """
     config = uvicorn.Config(
         Guard(app, token, service),
@@ -104,8 +103,8 @@ def serve(
 class _Server(uvicorn.Server):
     """A uvicorn server that leaves signals to the command and ends when all parts are answered.
 
-    Once stopped, it refuses new parts, and after some seconds those that wait; parts that were
-    begun are finished, unless one takes a minute.
+    Once stopped, it refuses new parts, and after some seconds waiting ones; parts whose decoding
+    has begun are finished, unless one takes a minute.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: the command has its own handlers."""
+        """Change no signal handler: the command has its own."""
         yield
 
     async def on_tick(self, counter: int) -> bool:
@@ -144,13 +143,13 @@ class Guard:
     """Refuses requests that aren't allowed, by the same rules for all routes.
 
     Without a token only this machine can ask: the server listens on loopback, and other host names
-    are refused, so that no web page can reach it by a name of its own.
-    Bodies reach a route whole.
+    are refused, so that no web page can reach it by a name of its own. A body reaches its route
+    whole, and the name that a browser's user gave beside the token as `request.user`.
 
     Args:
-        app: the ASGI application behind it.
-        token: shown as `Authorization: Bearer TOKEN`, or as the password that a browser asks for
-            beside a name; empty for none, and only this machine may ask.
+        app: the ASGI application behind the guard.
+        token: sent as `Authorization: Bearer TOKEN`, or as the password that a browser asks for;
+            empty for none, and only this machine may ask.
         service: counts the bytes held.
     """
 
@@ -161,7 +160,7 @@ class Guard:
         self._at_work = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a request on, or refuse it."""
+        """Pass a request on, or refuse it; the ASGI protocol."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         admitted, pieces = False, list[bytes]()
 
@@ -182,7 +181,7 @@ class Guard:
 
             await self._app(scope, receive_whole, answer)
         except HTTPException as refused:
-            # A connection that is closed while data arrives is reset, and the answer is lost.
+            # A connection closed while a body arrives is reset, and the client gets no answer.
             if admitted and refused.status_code != 408:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_DRAIN_SECONDS):
@@ -198,7 +197,11 @@ class Guard:
             self._service.held -= sum(map(len, pieces))
 
     def _admit(self, scope: Any, headers: Mapping[bytes, str]) -> None:
-        """Refuse whoever may not ask, and all but health and figures if too many ask."""
+        """Refuse clients without access, and while too many ask, all but health and figures.
+
+        Raises:
+            HTTPException: 401, 403 or 503.
+        """
         host = headers.get(b"host", "")
         if not self._token and not is_loopback(_netloc(f"//{host}")[1]):
             raise HTTPException(403, "without a token only this machine may ask, as localhost")
@@ -215,15 +218,22 @@ class Guard:
     async def _read(
         self, scope: Any, headers: Mapping[bytes, str], receive: Any, pieces: list[bytes]
     ) -> None:
-        """Receive a request's body, which is one piece in the end; each counts as held.
+        """Receive a request's body as one piece, which counts as held from its first bytes on.
+
+        Args:
+            scope: the request's, by ASGI.
+            headers: the request's.
+            receive: the request's, by ASGI.
+            pieces: empty; gets the body, also the part that came before an error.
 
         Raises:
-            HTTPException: 408, 413 or 503: it is too slow, too long, or too many bytes are held.
+            HTTPException: 408, 413 or 503: the body is too slow, too long, or too many bytes are
+                held.
         """
         image = scope["method"] == "POST" and scope["path"].endswith("/score")
         most = _IMAGE_BYTES if image else _SHORT_BYTES
-        shown = f"{most / 1e6:g} MB" if most >= 1e6 else f"{most / 1e3:g} kB"
-        too_long = HTTPException(413, f"the body is longer than {shown}, which is the limit")
+        limit = f"{most / 1e6:g} MB" if most >= 1e6 else f"{most / 1e3:g} kB"
+        too_long = HTTPException(413, f"the body is longer than {limit}, which is the limit")
         if int(headers.get(b"content-length", 0)) > most:  # h11 has seen that it is a number
             raise too_long
         left, more = most, True
@@ -248,11 +258,12 @@ class Guard:
 
 
 def _busy(reason: str) -> HTTPException:
+    """Status 503 for what another moment may allow."""
     return HTTPException(503, f"{reason}; try again in 1 s", {"Retry-After": "1"})
 
 
 def _credentials(authorization: str) -> tuple[str, str]:
-    """Name and token in an Authorization header; a bearer's token has no name."""
+    """Name and token in an Authorization header; empty where it holds none."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return "", value.strip()
@@ -267,8 +278,8 @@ def _is_of_another_site(scope: Any, headers: Mapping[bytes, str], host: str) -> 
     """True if the browser says that a page of another site asks.
 
     Links to the page itself may be followed. Over plain HTTP browsers name the origin alone, and a
-    proxy may have put its own host in: a header of our page's then tells it from others, whose
-    browsers would first ask here whether they may send it. Scripts hold no data.
+    proxy may have put its own name into `host`. A header of our page then tells it from others,
+    whose browsers ask the server before they send one. Scripts hold no data.
     """
     if site := headers.get(b"sec-fetch-site"):
         is_page = scope["method"] == "GET" and scope["path"] == "/"
@@ -280,7 +291,7 @@ def _is_of_another_site(scope: Any, headers: Mapping[bytes, str], host: str) -> 
 
 
 def _netloc(address: str) -> tuple[str, str]:
-    """Host and port together, and the host alone; empty for an invalid address."""
+    """Host with port, and host alone, of an address; empty if it is invalid."""
     try:
         parts = urlsplit(address)
         return parts.netloc, parts.hostname or ""

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.imaging.pool import read_one
 from anomaly.imaging.read import DEFAULT
-from anomaly.line.models import BusyError, ModelSlot
+from anomaly.line.models import ModelSlot
 from anomaly.line.record import Answer, Record, in_utc
 from anomaly.line.report import PAGE, Period, report
 from anomaly.line.sinks import Outbox, Sink
@@ -302,7 +302,7 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
     ) -> JSONResponse:
         slot = _slot(service, name)
         if service.stopping:
-            raise BusyError(_STOPPING)
+            raise AnomalyError(_STOPPING)
         without = slot.version and slot.version.model.thresholds is None
         if without and {"mask", "regions"} & {*include}:
             reason = f"{name} has no thresholds, so it has no masks or regions"

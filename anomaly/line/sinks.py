@@ -1,8 +1,7 @@
 """Receivers of results: a webhook, or a topic of an MQTT broker.
 
 Only the configured address is contacted; redirects and the environment's proxies are ignored.
-Messages and logs name scheme, host and port, no more: the rest of an address
-may be secret.
+Messages and logs name scheme, host and port alone, because the rest of an address may be secret.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import logging
 import socket
 import ssl
 import threading
+from abc import ABC, abstractmethod
 from contextlib import closing, suppress
-from typing import TypeAlias
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from anomaly.errors import AnomalyError, why
 from anomaly.line.record import Record
@@ -25,8 +24,8 @@ from anomaly.runtime import __version__
 
 log = logging.getLogger(__name__)
 
-_SECONDS = 5.0  # for a row and its answer; MQTT: for each step
-_ABOUT_THE_ROW = (400, 413, 422)  # statuses with which a webhook refuses a row for good
+_SECONDS = 5.0  # for a row and its answer; with MQTT for each step
+_ABOUT_THE_ROW = (400, 413, 422)  # statuses of a webhook that refuse the row itself
 _DEFAULT_PORTS = {"http": 80, "https": 443, "mqtt": 1883, "mqtts": 8883}
 
 
@@ -34,8 +33,8 @@ class NotTakenError(AnomalyError):
     """A receiver hasn't accepted a row.
 
     Args:
-        message: why.
-        for_good: whether it will never accept this row.
+        message: the reason.
+        for_good: whether the receiver refuses the row itself, however often it is sent.
     """
 
     def __init__(self, message: str, *, for_good: bool = False) -> None:
@@ -43,51 +42,84 @@ class NotTakenError(AnomalyError):
         self.for_good = for_good
 
 
-class Webhook:
-    """A POST request for each row, which any 2xx status confirms.
+class Sink(ABC):
+    """A receiver's address, and how a row is sent to it.
 
     Args:
-        url: `http://` or `https://`; a user and a password in it are sent as basic authentication.
+        url: the address; a user and a password in it are sent to the receiver.
+        option: the option that gave the address, for messages.
+        schemes: schemes that the address may have.
 
     Raises:
         AnomalyError: the address is invalid.
 
     Attributes:
-        shown: its name in messages.
-        name: identifies it from one start of the service to the next; holds no password.
+        shown: the receiver's name in messages: scheme, host and port.
+        name: identifies the receiver after a restart, too; holds no password.
     """
 
-    def __init__(self, url: str) -> None:
-        parts, port = _split(url, "--webhook", ("http", "https"))
-        self.shown, self.name = _names(parts, port)
-        self._where = parts.scheme, str(parts.hostname), port
-        self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        self._headers = {"Content-Type": "application/json", "Connection": "close"}
-        self._headers["User-Agent"] = f"anomaly/{__version__}"
-        if login := _login(parts):
-            basic = base64.b64encode(":".join(login).encode()).decode()
-            self._headers["Authorization"] = f"Basic {basic}"
+    def __init__(self, url: str, option: str, schemes: tuple[str, ...]) -> None:
+        try:
+            parts = urlsplit(url)
+            self._port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
+            self._host = parts.hostname or ""
+            self._host.encode("idna")  # as looking it up will
+        except ValueError:  # UnicodeError is one
+            parts, self._host = urlsplit(""), ""
+        plain = url.isascii() and url.isprintable() and " " not in url
+        if parts.scheme not in schemes or not self._host or not plain:
+            raise AnomalyError(
+                f"{option} takes an address with {' or '.join(schemes)}, a valid host and no spaces"
+            )
+        self._parts = parts
+        self._login = [unquote(parts.username or ""), unquote(parts.password or "")]
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.shown = f"{parts.scheme}://{host}:{self._port}"
+        # Without the query, which may hold a key that changes.
+        self.name = f"{self.shown} {hashlib.sha256((parts.path or '/').encode()).hexdigest()[:8]}"
 
+    @abstractmethod
     def send(self, message: bytes, key: str) -> None:
         """Deliver a row, on a connection of its own.
 
         Args:
-            message: as JSON.
+            message: the row as JSON.
             key: identifies this row whenever it is sent.
 
         Raises:
             NotTakenError: the receiver hasn't confirmed the row.
         """
-        scheme, host, port = self._where
-        kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
-        connection, late = kind(host, port, timeout=_SECONDS), threading.Event()
+
+
+class Webhook(Sink):
+    """A POST request for each row, which any 2xx status confirms.
+
+    Args:
+        url: an address with `http://` or `https://`; see `Sink`.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, "--webhook", ("http", "https"))
+        query = f"?{self._parts.query}" if self._parts.query else ""
+        self._target = f"{self._parts.path or '/'}{query}"
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        self._headers["User-Agent"] = f"anomaly/{__version__}"
+        if self._parts.username is not None:
+            basic = base64.b64encode(":".join(self._login).encode()).decode()
+            self._headers["Authorization"] = f"Basic {basic}"
+
+    def send(self, message: bytes, key: str) -> None:
+        """Send the row as a request with the key as `Idempotency-Key`; see `Sink.send`."""
+        is_https = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
+        connection, late = kind(self._host, self._port, timeout=_SECONDS), threading.Event()
 
         def end() -> None:
             late.set()
             with suppress(OSError, AttributeError):  # AttributeError: it isn't open
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
-        # For all of it: whoever answers byte by byte would hold up the rows behind.
+        # A limit for the whole exchange: an answer byte by byte would hold up the other rows.
         limit = threading.Timer(_SECONDS, end)
         limit.start()
         try:
@@ -107,41 +139,40 @@ class Webhook:
         raise NotTakenError(f"it answers {status}{hint}", for_good=status in _ABOUT_THE_ROW)
 
 
-class Mqtt:
+class Mqtt(Sink):
     """MQTT 3.1.1: a message with QoS 1 for each row, which the broker confirms.
 
     Args:
-        url: `mqtt://` or, with TLS, `mqtts://`, host, port and topic, perhaps user and password.
+        url: an address with `mqtt://` or, with TLS, `mqtts://`, and the topic as its path; see
+            `Sink`.
 
     Raises:
         AnomalyError: the address is invalid, or paho-mqtt isn't installed.
     """
 
     def __init__(self, url: str) -> None:
-        parts, port = _split(url, "--mqtt", ("mqtt", "mqtts"))
-        self._topic = unquote(parts.path.lstrip("/"))
-        if not self._topic or parts.query or set("+#\0") & set(self._topic):
+        super().__init__(url, "--mqtt", ("mqtt", "mqtts"))
+        self._topic = unquote(self._parts.path.lstrip("/"))
+        if not self._topic or self._parts.query or set("+#\0") & set(self._topic):
             raise AnomalyError(
                 "--mqtt needs a topic without + and # after the host: mqtt://HOST/factory/line-1"
             )
         if importlib.util.find_spec("paho") is None:
             raise AnomalyError("--mqtt needs paho-mqtt: pip install 'anomaly[mqtt]'")
-        self.shown, self.name = _names(parts, port)
-        self._parts, self._port = parts, port
 
     def send(self, message: bytes, key: str) -> None:
-        """Deliver a row, on a connection of its own; see `Webhook.send`."""
+        """Publish the row, which holds what identifies it; see `Sink.send`."""
         from paho.mqtt.client import Client
         from paho.mqtt.enums import CallbackAPIVersion
 
         client = Client(CallbackAPIVersion.VERSION2, reconnect_on_failure=False)
         client.connect_timeout = _SECONDS
-        if login := _login(self._parts):
-            client.username_pw_set(*login)
+        if self._parts.username is not None:
+            client.username_pw_set(*self._login)
         if self._parts.scheme == "mqtts":
             client.tls_set_context(ssl.create_default_context())
         try:
-            client.connect(str(self._parts.hostname), self._port, keepalive=30)
+            client.connect(self._host, self._port, keepalive=30)
             client.loop_start()
             published = client.publish(self._topic, message, qos=1)  # waits for the connection
             published.wait_for_publish(_SECONDS)
@@ -154,41 +185,8 @@ class Mqtt:
             client.loop_stop()
 
 
-Sink: TypeAlias = Webhook | Mqtt
-
-
-def _split(url: str, option: str, schemes: tuple[str, ...]) -> tuple[SplitResult, int]:
-    try:
-        parts = urlsplit(url)
-        port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
-        (parts.hostname or "").encode("idna")  # as looking it up will
-    except ValueError:  # UnicodeError is one
-        parts, port = urlsplit(""), 0
-    plain = url.isascii() and url.isprintable() and " " not in url
-    if parts.scheme not in schemes or not parts.hostname or not plain:
-        raise AnomalyError(
-            f"{option} takes an address that begins with {' or '.join(f'{s}://' for s in schemes)}"
-            " and a valid host, without spaces"
-        )
-    return parts, port
-
-
-def _login(parts: SplitResult) -> tuple[str, str] | None:
-    """User and password of an address."""
-    if parts.username is None:
-        return None
-    return unquote(parts.username), unquote(parts.password or "")
-
-
-def _names(parts: SplitResult, port: int) -> tuple[str, str]:
-    """A receiver's name in messages, and its identifying name."""
-    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
-    shown = f"{parts.scheme}://{host}:{port}"
-    where = parts.path or "/"  # a query may hold a key, which may change
-    return shown, f"{shown} {hashlib.sha256(where.encode()).hexdigest()[:8]}"
-
-
 def _reason(error: Exception) -> str:
+    """The reason that a row wasn't confirmed, without what may be secret."""
     if isinstance(error, TimeoutError):
         return f"no answer within {_SECONDS:g} s"
     if isinstance(error, http.client.HTTPException):
@@ -196,7 +194,6 @@ def _reason(error: Exception) -> str:
     return why(error) if isinstance(error, OSError) else "the connection is lost"
 
 
-# A new receiver gets only rows from now on.
 _RECEIVER = "INSERT OR IGNORE INTO outboxes SELECT ?, COALESCE (MAX (id), 0), 0 FROM parts"
 _UNSENT = """
 SELECT id, time, json_set (line, '$.id', id, '$.model', model) FROM parts
@@ -209,14 +206,16 @@ _LAST_SECONDS = 1.0  # for the last rows when the service ends
 
 
 class Outbox:
-    """Sends rows to a receiver in a thread. Use it in a `with` statement.
+    """Sends a record's rows to a receiver, in a thread. Use it in a `with` statement.
+
+    A new receiver gets rows from now on, a known one those that it hasn't confirmed yet.
 
     Args:
-        record: of the rows; sends those from now on, or from where the last process has stopped.
+        record: holds the rows.
         sink: the receiver.
 
     Attributes:
-        name: the receiver's, in messages.
+        name: the receiver's name in messages.
     """
 
     def __init__(self, record: Record, sink: Sink) -> None:
@@ -224,7 +223,7 @@ class Outbox:
         self.name = sink.shown
         self._state = (0, 0)
         self._failed = 0  # tries since the receiver last accepted a row
-        self._refused = 0  # tries at which it refused the row itself
+        self._refused = 0  # tries at which the receiver refused the row itself
         self._news, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"send {self.name}", daemon=True)
 
@@ -244,7 +243,7 @@ class Outbox:
         self._news.set()
 
     def state(self) -> tuple[int, int]:
-        """Number of rows waiting to be sent, and of rows refused for good."""
+        """Number of rows that wait to be sent, and of rows refused for good."""
         waiting = "MAX (0, (SELECT COALESCE (MAX (id), 0) FROM parts) - sent)"
         query = f"SELECT {waiting}, refused FROM outboxes WHERE sink = ?"
         with suppress(AnomalyError):  # health says why; the figures stay
@@ -252,18 +251,19 @@ class Outbox:
         return self._state
 
     def _work(self) -> None:
+        """Send rows until the service ends; a thread's work."""
         while True:
             try:
                 pause = self._send_next()
-            except Exception as error:  # the record is in trouble, or closed; or a mistake in here
-                known = isinstance(error, AnomalyError)  # the text of others may hold secrets
-                reason = str(error) if known else type(error).__name__
+            except Exception as error:  # the record is in trouble or closed, or an error of ours
+                # The text of an unknown error may hold secrets.
+                reason = str(error) if isinstance(error, AnomalyError) else type(error).__name__
                 if not self._closing.is_set():
                     log.error("sending to %s failed: %s", self.name, reason)
                 pause = _LOOK_SECONDS
             if pause and self._closing.is_set():
                 return
-            if pause:
+            if pause:  # in which new rows mean no further tries of a failed one
                 (self._closing if self._failed else self._news).wait(pause)
                 self._news.clear()
 
@@ -271,7 +271,7 @@ class Outbox:
         """Send one row.
 
         Returns:
-            Seconds to wait before the next one.
+            Seconds to wait before the next row, or the next try.
         """
         unsent = self._record.read(_UNSENT, (self._sink.name,))
         if not unsent:
@@ -296,6 +296,7 @@ class Outbox:
         return 0.0
 
     def _done(self, number: int, *, refused: bool = False) -> None:
+        """Record that a row is sent, or refused for good."""
         change = "UPDATE outboxes SET sent = MAX (sent, ?), refused = refused + ? WHERE sink = ?"
         with self._record.changing() as db:
             db.execute(change, (number, refused, self._sink.name))

@@ -13,9 +13,9 @@ import pytest
 import torch
 from kit import until
 
-from anomaly.errors import OutputError
+from anomaly.errors import AnomalyError, OutputError
 from anomaly.imaging.pool import Decoders
-from anomaly.line.models import BusyError, ModelSlot, Version
+from anomaly.line.models import ModelSlot, Version
 from anomaly.line.record import Answer, Record
 from anomaly.scoring.model import Model
 from anomaly.storage.models import load_model
@@ -76,7 +76,7 @@ def test_no_more_wait_than_may_and_all_that_wait_are_answered(
     told: list[int] = []
     with serving(model, gate, publish=lambda number, _: told.append(number)) as slot:
         futures = [slot.submit(file.read_bytes(), file.name) for file in files[:4]]
-        with pytest.raises(BusyError, match="4 parts are waiting"):
+        with pytest.raises(AnomalyError, match="4 parts are waiting"):
             slot.submit(b"one more")
         assert not wait(futures, 0.3).done  # nothing is written yet
         gate.may.set()

@@ -235,9 +235,9 @@ def test_each_version_is_held_to_its_own_promise(
             model = load_model(run, torch.device("cpu"))
             assert model.thresholds is not None
             promised.append(model.thresholds.to_review.false_rejects.expected)
-            promise = Version.of(model, run / "model", "").promise
-            assert promise is not None
-            record.promises[model.model_id] = json.dumps(asdict(promise))
+            drift = Version.of(model, run / "model", "").drift
+            assert drift is not None
+            record.promises[model.model_id] = json.dumps(asdict(drift.promise))
             record.add([answer(2.5, at, 3 * i, model.model_id) for i in range(60)])
             lower = ["--model", run, "--threshold", 0.99 * model.thresholds.image]
             assert command("calibrate", lower)[0] == 0

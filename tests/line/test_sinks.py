@@ -120,8 +120,9 @@ def test_a_mistake_in_sending_does_not_end_it(
     monkeypatch.setattr(sinks, "_LOOK_SECONDS", 0.1)
     sent: list[bytes] = []
 
-    class Mistaken:
-        shown = name = "http://host:80"
+    class Mistaken(Sink):
+        def __init__(self) -> None:
+            super().__init__("http://host", "", ("http",))
 
         def send(self, message: bytes, key: str) -> None:
             sent.append(message)
