@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
-from anomaly.datasets.samples import Dataset, Sample, strays
+from anomaly.datasets.samples import Dataset, Sample
 from anomaly.desk.calibrate import Asked, recalibrate
 from anomaly.desk.change import samples_of
 from anomaly.errors import ConfigError, DataError, ImageError, needs_training
-from anomaly.evaluation.evaluate import images_to_test, not_learned
+from anomaly.evaluation.evaluate import dataset_of, not_learned, tested_split
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding
 from anomaly.report.report import Category, evaluated
@@ -279,12 +279,10 @@ class Detector:
         """
         model, place = self.model, ""  # the data set's folder, for the report
         if data is None:
-            data, place = images_to_test(model)
-        elif isinstance(data, Dataset):
-            if unused := strays(data.unused_masks):
-                log.warning("%s", unused)
+            data = dataset_of(model)
+        if isinstance(data, Dataset):
             place = str(data.folder)
-            data = data.test
+            data = tested_split(data)
         samples: list[Any] = [data] if isinstance(data, str | os.PathLike) else list(data)
         if not all(isinstance(sample, Sample) for sample in samples):
             raise DataError(

@@ -360,7 +360,7 @@ def test_no_image_of_the_test_split_touches_a_threshold(run_folder: Path, produc
     for unlabelled in ("a_folder", Path("a_folder"), ["a.png"]):
         with pytest.raises(DataError, match="which are defective"):
             trained.evaluate(unlabelled)  # type: ignore[arg-type]
-    assert trained.explain(product / "test" / "spot" / "000.png").notes == []
+    assert trained.explain(product / "test" / "spot" / "000.png").missing == []
 
 
 def test_a_program_that_predicts_files_ends_by_itself(

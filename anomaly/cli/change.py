@@ -23,8 +23,7 @@ from anomaly.files.writing import RUN, claim, locked
 from anomaly.runtime import device_of
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import HISTORY, check_run_folder, find_model
-from anomaly.storage.models import load_model
-from anomaly.storage.thresholds import replace_thresholds
+from anomaly.storage.models import load_model, save
 
 if TYPE_CHECKING:
     from anomaly.line.record import Confirmed
@@ -62,15 +61,15 @@ def _recalibrate(options: argparse.Namespace, asked: Asked, images: dict[str, li
     if thresholds is None or thresholds == model.thresholds:
         print("the model already has these thresholds; nothing was changed")
     elif agreed(made.doubts, options):
-        after = replace_thresholds(options.model, thresholds, dict(made.after.changes[-1]))
-        history = find_model(options.model) / HISTORY
+        folder = find_model(options.model)
+        after = save(made.after, folder, overwrite=True)
         print(
             f"new thresholds saved: model {model.model_id} is now {after}; all changes are listed "
-            f"in {history}"
+            f"in {folder / HISTORY}"
         )
         if model.thresholds is not None:
-            folder = shlex.quote(str(options.model))
-            log.info("To undo: anomaly calibrate --model %s --undo", folder)
+            run = shlex.quote(str(options.model))
+            log.info("To undo: anomaly calibrate --model %s --undo", run)
     else:
         return 1
     return 3 if made.refused else 0

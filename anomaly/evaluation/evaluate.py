@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,7 @@ from anomaly.datasets.samples import (
     contradiction,
     ground_truth,
     maybe_turned,
+    samples_in,
     strays,
 )
 from anomaly.errors import DataError, ImageError, some
@@ -238,19 +240,24 @@ def images_to_test(
         DataError: there are no such images, or no record says where the data set is.
     """
     if good or defects:
-        samples = not_learned(model, open_test_images(good, defects))
+        samples: Sequence[Sample] = not_learned(model, open_test_images(good, defects))
         return samples, ", ".join(map(str, [*good, *defects]))
     dataset = dataset_of(model)
-    if unused := strays(dataset.unused_masks):
-        log.warning("%s", unused)
-    if dataset.test:
-        return dataset.test, str(dataset.folder)
+    if samples := tested_split(dataset):
+        return samples, str(dataset.folder)
     layout = model.config.data.format
     raise DataError(
         f"{dataset.folder} has no test images where data.format={layout} keeps them (see Your own "
         "data in the documentation). Give --good FOLDER with other good images and --defects "
         "FOLDER with defects"
     )
+
+
+def tested_split(dataset: Dataset) -> Sequence[Sample]:
+    """The test split; a warning names masks that belong to no image."""
+    if unused := strays(dataset.unused_masks):
+        log.warning("%s", unused)
+    return dataset.test
 
 
 def not_learned(model: Model, given: Sequence[Sample]) -> list[Sample]:
@@ -285,25 +292,28 @@ def dataset_of(model: Model) -> Dataset:
 
 
 class TrainingImages:
-    """Search for training images by name, and by content.
+    """Search for a model's training images in its data set and in folders, known by their content.
 
     Args:
-        hashes: sha256 of the training images by name, from a model's manifest.
-        samples: candidates. A candidate's name may be the end of the name in the manifest:
-            `good/1.png` or `1.png` for `train/good/1.png`.
-        renamed: candidates under any name; the first search that needs them hashes all.
+        model: trained.
+        folders: folders that may hold training images, under any names; the first search that
+            needs it hashes all their files.
+
+    Raises:
+        DataError: a name isn't a folder.
     """
 
-    def __init__(
-        self,
-        hashes: Mapping[str, str],
-        samples: Iterable[Sample],
-        *,
-        renamed: Sequence[Sample] = (),
-    ) -> None:
-        self._hashes, self._renamed = hashes, renamed
+    def __init__(self, model: Model, *folders: str | Path) -> None:
+        for folder in folders:
+            if not Path(folder).is_dir():
+                raise DataError(f"{folder} isn't a folder; name the one with the training images")
+        self._hashes: Mapping[str, str] = model.manifest["training_images"]
+        self._in_folders = [sample for folder in folders for sample in samples_in(Path(folder))]
         self._by_name = defaultdict[str, list[Sample]](list)
-        for sample in samples:
+        with suppress(DataError):  # an update may have learned from other folders
+            for sample in dataset_of(model).samples:
+                self._by_name[sample.name].append(sample)
+        for sample in self._in_folders:
             self._by_name[sample.name].append(sample)
 
     def find(self, name: str) -> Sample | None:
@@ -318,4 +328,4 @@ class TrainingImages:
     @cached_property
     def _by_content(self) -> dict[str, Sample]:
         # Reversed, so that the first of equal files wins.
-        return {sample.sha256: sample for sample in reversed(self._renamed)}
+        return {sample.sha256: sample for sample in reversed(self._in_folders)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -16,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.backbones.extractor import network_input
-from anomaly.datasets.samples import Sample, samples_in
-from anomaly.errors import DataError, ImageError
-from anomaly.evaluation.evaluate import TrainingImages, dataset_of
+from anomaly.errors import ImageError
+from anomaly.evaluation.evaluate import TrainingImages
 from anomaly.explain import saliency
 from anomaly.explain.page import Explanation
 from anomaly.hooks import capture
@@ -57,7 +55,7 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
     (prediction,) = detector.predict_batches([[item]])
     if isinstance(prediction, UnusableImage):
         raise ImageError(prediction.reason, prediction.status)
-    training = GoodImages(detector, good_images(detector, *good))
+    training = GoodImages(detector, *good)
     flaws = () if detector.thresholds is None else prediction.regions
     peaks = [peak_of(flaw, item.view) for flaw in flaws]
     item = item.in_part()  # so that equal places of parts are compared
@@ -114,30 +112,6 @@ def _pictures(detector: Model, prediction: Prediction, worst: NetworkInput) -> d
         ]
     )
     return pictures
-
-
-def good_images(detector: Model, *named: str | Path) -> TrainingImages:
-    """A search for the training images in folders and in the data set of the training.
-
-    All places count, as an update may have learned from other folders.
-
-    Args:
-        detector: trained.
-        named: folders.
-
-    Raises:
-        DataError: a name isn't a folder.
-    """
-    in_folders: list[Sample] = []
-    for folder in map(Path, named):
-        if not folder.is_dir():
-            raise DataError(f"{folder} isn't a folder; name the one with the training images")
-        in_folders += samples_in(folder)
-    samples = list(in_folders)
-    with suppress(DataError):
-        # Images of all splits: a drawn split may have been drawn anew since.
-        samples = [*dataset_of(detector).samples, *in_folders]
-    return TrainingImages(detector.manifest["training_images"], samples, renamed=in_folders)
 
 
 def patch_box(view: View, grid: tuple[int, int], row: int, column: int) -> Box:
@@ -303,12 +277,16 @@ class GoodImages:
 
     Args:
         detector: trained.
-        files: search for the training images.
+        folders: folders with training images, besides the data set's.
+
+    Raises:
+        DataError: a name isn't a folder.
     """
 
-    def __init__(self, detector: Model, files: TrainingImages) -> None:
+    def __init__(self, detector: Model, *folders: str | Path) -> None:
         self._detector = detector
-        self._names, self._files = training_names(detector.manifest), files
+        self._names = training_names(detector.manifest)
+        self._files = TrainingImages(detector, *folders)
         self._loaded: dict[str, NetworkInput | None] = {}  # by name; None for one not found
         self._grid_of = cache(detector.embedder.grid)
 

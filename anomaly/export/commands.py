@@ -8,7 +8,6 @@ import random
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -25,7 +24,7 @@ from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.samples import Sample
 from anomaly.errors import AnomalyError, DataError, ModelError, OutputError, counted
-from anomaly.evaluation.evaluate import TrainingImages, dataset_of
+from anomaly.evaluation.evaluate import TrainingImages
 from anomaly.files.writing import as_json, claim, locked, locked_file, remove_drafts, write
 from anomaly.imaging.loading import size_of
 from anomaly.imaging.read import read_image
@@ -136,7 +135,7 @@ def _written(
     reference = model
     if model.extractor.precision != "fp32":
         reference = replace(model, extractor=model.extractor.to("cpu", "fp32"))
-    paths = golden_images(model, options.model, options.golden)
+    paths = golden_images(model, options.golden)
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
         # All files of the model folder but the network, which the graph replaces.
@@ -172,12 +171,11 @@ def _written(
     return values
 
 
-def golden_images(model: Model, folder: Path, given: Path | None) -> list[Path]:
+def golden_images(model: Model, given: Path | None) -> list[Path]:
     """The images that an export is compared on.
 
     Args:
         model: the model to export.
-        folder: the run, or the model folder, that it was loaded from.
         given: a folder of images; None for training images, drawn with the seed.
 
     Raises:
@@ -186,18 +184,16 @@ def golden_images(model: Model, folder: Path, given: Path | None) -> list[Path]:
     if given is not None:
         return find_inputs([given], option="--golden").paths
     draw, present = random.Random(model.config.seed), list[Path]()
-    with suppress(DataError):
-        hashes = model.manifest["training_images"]
-        training_images = TrainingImages(hashes, dataset_of(model).samples)
-        for name in draw.sample(sorted(hashes), len(hashes)):
-            if sample := training_images.find(name):
-                present.append(sample.path)
-            if len(present) == _GOLDEN_COUNT:
-                break
+    training_images, names = TrainingImages(model), sorted(model.manifest["training_images"])
+    for name in draw.sample(names, len(names)):
+        if sample := training_images.find(name):
+            present.append(sample.path)
+        if len(present) == _GOLDEN_COUNT:
+            break
     if not present:
         raise DataError(
-            f"{folder}: its training images have moved, so there are none to compare the export "
-            f"on; give a folder of good and defective images with --golden"
+            f"{model.folder}: its training images have moved, so there are none to compare the "
+            "export on; give a folder of good and defective images with --golden"
         )
     return sorted(present)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,14 +18,7 @@ from anomaly.runtime import __version__
 from anomaly.storage.folder import (
     AGAIN,
     HISTORY,
-    MANIFEST,
-    appearing,
     checked,
-    file_entry,
-    find_model,
-    model_id,
-    read_manifest,
-    write_sealed,
 )
 
 if TYPE_CHECKING:
@@ -94,45 +86,6 @@ class _ThresholdsFile:
     review: Threshold
     reject: Threshold
     pixel: float
-
-
-def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, Any]) -> str:
-    """Give a model other thresholds; everything else in the folder stays as it is.
-
-    Args:
-        folder: the model folder, or the run that holds it as `model/`.
-        thresholds: the new thresholds.
-        record: the history's entry from `change`; the model's ids before and after are added.
-
-    Returns:
-        The id of the model with these thresholds.
-
-    Raises:
-        ModelError: no model there, or an exported one.
-        OutputError: the folder can't be written.
-    """
-    folder = find_model(folder, exported=False)
-    manifest = read_manifest(folder)
-    before = model_id(folder)
-    with appearing(folder) as draft:
-        # A bank may take gigabytes, and doesn't change: the new folder has the same files by link.
-        for file in folder.iterdir():
-            if file.is_file() and file.name not in (*_FILES, MANIFEST, HISTORY):
-                _link(file, draft / file.name)
-        write_thresholds(draft, thresholds)
-        manifest["files"] |= {name: file_entry(draft / name) for name in _FILES}
-        write_sealed(draft / MANIFEST, manifest)
-        after = model_id(draft)
-        write_history(draft, read_history(folder), [record | {"model_before": before}], after)
-    return after
-
-
-def _link(file: Path, to: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no links."""
-    try:
-        to.hardlink_to(file)
-    except OSError:
-        shutil.copy2(file, to)
 
 
 def read_history(folder: Path) -> bytes:

@@ -20,9 +20,7 @@ from scipy import ndimage
 
 import anomaly
 from anomaly.config.schema import METHODS, Method
-from anomaly.datasets.samples import samples_in
 from anomaly.errors import ConfigError
-from anomaly.evaluation.evaluate import TrainingImages
 from anomaly.explain.evidence import (
     GoodImages,
     explained,
@@ -61,8 +59,8 @@ def loaded(model: Model, path: Path) -> NetworkInput:
 
 
 def good_of(model: Model, *folders: Path) -> GoodImages:
-    files = [sample for folder in folders for sample in samples_in(folder)]
-    return GoodImages(model, TrainingImages(model.manifest["training_images"], files))
+    """Good patches of images in these folders alone."""
+    return GoodImages(replace(model, folder=None), *folders)
 
 
 @settings(max_examples=50)

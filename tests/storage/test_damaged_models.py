@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.model import Model, Prediction
 from anomaly.storage.folder import file_entry, model_id
 from anomaly.storage.models import load_model
-from anomaly.storage.thresholds import read_thresholds, replace_thresholds
+from anomaly.storage.models import save as save_model
+from anomaly.storage.thresholds import read_thresholds
 
 
 @pytest.fixture
@@ -211,7 +213,8 @@ def test_new_thresholds_are_vouched_for(bank: Path) -> None:
     thresholds = read_thresholds(bank)
     assert thresholds is not None
     (bank / "history.jsonl").write_bytes(b"\xff\n")
-    after = replace_thresholds(bank, thresholds, {"asked": {}})
+    changed = replace(load_model(bank), changes=({"asked": {}},))
+    after = save_model(changed, bank, overwrite=True)
     again = load_model(bank)
     assert again.model_id == after == model_id(bank)
     assert again.thresholds == thresholds

@@ -13,9 +13,7 @@ import torch
 from kit import rgb, tiny
 
 import anomaly
-from anomaly.datasets.samples import samples_in
 from anomaly.errors import ConfigError
-from anomaly.evaluation.evaluate import TrainingImages
 from anomaly.explain.evidence import GoodImages
 from anomaly.imaging.loading import NetworkInput, turn_of, turned
 from anomaly.imaging.pool import Decoders
@@ -116,8 +114,7 @@ def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
         cv2.imwrite(str(tmp_path / f"{i}.png"), part[..., ::-1])
     detector = anomaly.fit(tmp_path, _settings("quarter_turns"), device="cpu")
     decoders = Decoders(detector.model.loading, keep_image=True)
-    files = TrainingImages(detector.manifest["training_images"], samples_in(tmp_path))
-    good = GoodImages(detector.model, files)
+    good = GoodImages(detector.model, tmp_path)
     item = decoders.load(tmp_path / "2.png")
     assert isinstance(item, NetworkInput)
     for turn in (1, 2):
