@@ -28,8 +28,8 @@ from anomaly.desk.change import (
     Change,
     Price,
     compare,
-    fresh,
     known_parts,
+    new_images,
     price,
 )
 from anomaly.errors import DataError, first_of, some
@@ -39,9 +39,9 @@ from anomaly.storage.thresholds import change, earlier_thresholds, recorded
 
 log = logging.getLogger(__name__)
 
-_MOST_DEFECTIVE = 0.2  # share of production images
-_LISTED = 10  # images taken as defects
-_FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
+_MOST_DEFECTIVE = 0.2  # largest share of production images
+_LISTED = 10  # images taken as defects that a line names
+_FAR = 1.5  # times the highest score of good images; a threshold above is odd
 _VERDICTS = {"rejected": "rejected", "caught": "caught, rejected or for review"}
 
 
@@ -151,18 +151,18 @@ def recalibrate(
     scored: list[Scored] = []
     refused: list[str] = []
     if samples := production or good:
-        what = f"{kind} images"
-        kept = fresh(model, samples, what, known, defects=defects, unsorted=bool(production))
-        results = score(model, kept, peaks=True, progress=partial(progress, what))
+        name = f"{kind} images"
+        kept = new_images(model, samples, name, known, defects=defects, unsorted=bool(production))
+        results = score(model, kept, peaks=True, progress=partial(progress, name))
         scored = [image for image in results if image.score is not None]
         refused = [image.reason for image in results if image.score is None]
         if not scored:
             raise DataError(f"none of {len(kept)} images can be used: {'; '.join(refused[:3])}")
-        for reason in first_of(refused, f" of the {what}"):
+        for reason in first_of(refused, f" of the {name}"):
             log.warning("skipped: %s", reason)
     limits, taken = _limits(model, asked, scored, known[DEFECTS])
     cost = price(model, replace(model, thresholds=limits), known, progress=progress)
-    if production:  # every image is scored already, and the scores stay
+    if production:  # scored already; other thresholds change no score
         compared = compare(scored, scored, (model.thresholds, limits))
         cost = Price({**cost.compared, PRODUCTION: compared})
     images = {kind: {str(s.sample.path): s.sha256 for s in scored}} if scored else {}
@@ -220,7 +220,10 @@ def _notes(rates: dict[str, Any], taken: Sequence[str]) -> Iterator[str]:
 
 
 def _doubt(before: Thresholds | None, new: Thresholds) -> str:
-    """A reason for a person to agree to new thresholds first; odd thresholds are only logged."""
+    """A reason for a person to agree to new thresholds first; empty without one.
+
+    Warnings in the log name thresholds that are odd but no reason to ask.
+    """
     if before is not None and new.label != before.label != "calibrated":
         log.warning("the thresholds %s are replaced by thresholds %s", before.label, new.label)
     highest = max(new.good.image)
@@ -237,10 +240,12 @@ def _doubt(before: Thresholds | None, new: Thresholds) -> str:
         log.warning(line)
     if raised:
         log.info("look at these images; name those that aren't good with --defects")
-    moved = None if before is None else ThresholdChange(before, new)
-    if moved and moved.caution and not moved.is_doubtful:
+    if before is None:
+        return ""
+    moved = ThresholdChange(before, new)
+    if moved.caution and not moved.is_doubtful:
         log.warning(moved.caution)
-    return moved.caution if moved and moved.is_doubtful else ""
+    return moved.caution if moved.is_doubtful else ""
 
 
 def _good_scores(scored: Sequence[Scored]) -> GoodScores:
@@ -272,7 +277,7 @@ def _good_scores(scored: Sequence[Scored]) -> GoodScores:
             len(outliers),
             some(outliers, "; "),
         )
-    # Images of one part vary together: thresholds count parts.
+    # Images of one part vary together, so bounds count parts.
     groups = {image.sample.group or i for i, (image, _) in enumerate(kept)}
     return GoodScores(
         tuple(image.sample.name for image, _ in kept),
@@ -284,20 +289,20 @@ def _good_scores(scored: Sequence[Scored]) -> GoodScores:
     )
 
 
-def _known_scores(detector: Model, known: Iterable[Sample]) -> GoodScores:
-    """The good scores that a detector's thresholds were found with, without known defects.
+def _known_scores(model: Model, known: Iterable[Sample]) -> GoodScores:
+    """The good scores that a model's thresholds were found with, without known defects.
 
     Raises:
-        DataError: the detector has no thresholds, so no scores either.
+        DataError: the model has no thresholds, so no scores either.
     """
-    if detector.thresholds is None:
+    if model.thresholds is None:
         raise DataError(
             "the model was trained without thresholds, so it has no scores of good images; give "
             "good images with --good"
         )
-    good, learned = detector.thresholds.good, detector.manifest["training_images"]
+    good, learned = model.thresholds.good, model.manifest["training_images"]
     # Defects may have been found among the training images since; unreadable files have no hash.
-    bad = {*(defect.sha256 for defect in known), *recorded(detector, "defects")} - {""}
+    bad = {*(defect.sha256 for defect in known), *recorded(model, "defects")} - {""}
     rows = [(name, sha256 or learned.get(name, "")) for name, _, _, sha256 in good.rows()]
     if defects := [name for name, sha256 in rows if sha256 in bad]:
         log.warning("left out, known as defects: %s", some(defects))

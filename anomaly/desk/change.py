@@ -90,7 +90,7 @@ class Compared:
 
     @property
     def newly_passes(self) -> bool:
-        """True if the image was caught and would now be called good."""
+        """True if the image is caught before the change and called good after it."""
         return is_flagged(self.before) and self.after == "good"
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class Price:
         """Reason to ask a person: defects that are caught now would pass; empty without any.
 
         Defects that stay missed are no reason. Production images that are rejected now count as
-        defects here: nobody has judged them.
+        defects here, because nobody has judged them.
         """
         lost = [image for image in self.of(DEFECTS) if image.newly_passes]
         unjudged = [image for image in self.of(PRODUCTION) if image.newly_passes]
@@ -160,7 +160,7 @@ class Price:
         )
 
     def lines(self) -> Iterator[str]:
-        """Readable lines: how many are caught or flagged before and after, and what changes."""
+        """Lines for people: numbers caught or flagged before and after, and changed verdicts."""
         for kind, images in self.compared.items():
             if not images:
                 continue
@@ -169,15 +169,14 @@ class Price:
             verb = "caught" if kind == DEFECTS else "flagged"
             yield f"{kind} {verb}: {before} of {len(images)} before, {after} after"
             changed = [image for image in images if image.before != image.after]
-            # Escapes first.
+            # First the images that newly pass.
             changed.sort(key=lambda image: (not image.newly_passes, image.sample.name))
             yield from (f"  {image}" for image in first_of([*map(str, changed)], most=_LISTED))
-        missed = sum(image.before == image.after == "good" for image in self.of(DEFECTS))
-        if missed:
+        if missed := sum(image.before == image.after == "good" for image in self.of(DEFECTS)):
             yield f"Still missed, as before: {missed}."
         if not self.of(DEFECTS):
             yield (
-                "No known defects to compare, so whether defects are still caught is unknown; keep "
+                "No known defects to compare, so nobody knows if defects are still caught; keep "
                 "some with anomaly explain --keep"
             )
 
@@ -203,7 +202,7 @@ def price(
         for image in old:
             if image.score is None:
                 log.warning("skipped: %s", image.reason)
-        if after.scorer is not before.scorer:  # else scores are the same, and thresholds differ
+        if after.scorer is not before.scorer:  # else scores are equal, only thresholds differ
             new = score(after, samples, progress=partial(progress, kind))
         compared[kind] = compare(old, new, (before.thresholds, after.thresholds))
     return Price(compared)
@@ -291,55 +290,57 @@ def _evaluated_on(model: Model) -> Sequence[Sample]:
         return ()
 
 
-def fresh(
+def new_images(
     model: Model,
     samples: Sequence[Sample],
-    what: str,
+    name: str,
     known: Mapping[str, Sequence[Sample]],
     *,
     defects: Iterable[Sample] = (),
     unsorted: bool = False,
 ) -> list[Sample]:
-    """Images to learn from or to find thresholds with, each once; unreadable ones are included.
+    """Images that a model doesn't know, each once, to learn from or to find thresholds with.
 
-    A warning says how many are left out, and why.
+    Unreadable images stay, to be reported. A warning says how many are left out, and why.
 
     Args:
         model: the trained model.
         samples: the images.
-        what: name of the images in messages: `good images`.
+        name: name of the images in messages: `good images`.
         known: parts of the test split and other known parts, from `known_parts`.
         defects: known defects, none of which may be among the images.
-        unsorted: nobody has judged the images; those that an earlier calibration took as defects
-            are left out, too.
+        unsorted: True if nobody has judged the images; those that an earlier calibration took as
+            defects are left out, too.
 
     Raises:
         DataError: an image is given as a defect, too; or none is left.
     """
     bad = {defect.sha256 for defect in defects} - {""}
     parts = {part.sha256 for part in [*known[DEFECTS], *known[GOOD]]}
-    apart: dict[str, set[str]] = {
+    known_hashes: dict[str, set[str]] = {  # sha256 by the reason to leave an image out
         "that the model has learned from": set(model.manifest["training_images"].values()),
         "of the test split or known as defects": parts | recorded(model, "defects"),
         "taken as defects before": recorded(model, "taken as defects") if unsorted else set(),
         "that are copies of others": set(),
     }
     kept: list[Sample] = []
-    out: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
     for sample in samples:
         sha256 = sample.sha256
         if sha256 in bad:
             raise DataError(f"{sample.path} is given as good and as a defect; give it once")
-        reason = next((why for why, hashes in apart.items() if sha256 and sha256 in hashes), "")
-        out[reason] += 1
-        if not reason:
+        reasons = [why for why, hashes in known_hashes.items() if sha256 and sha256 in hashes]
+        left_out.update(reasons[:1])
+        if not reasons:
             kept.append(sample)
-        apart["that are copies of others"].add(sha256)
-    left_out = ", ".join(f"{out[reason]} {reason}" for reason in apart if out[reason])
+        known_hashes["that are copies of others"].add(sha256)
+    numbers = ", ".join(
+        f"{left_out[reason]} {reason}" for reason in known_hashes if left_out[reason]
+    )
     if not kept:
-        raise DataError(f"none of {len(samples)} {what} can be used: {left_out}; give others")
-    if left_out:
-        log.warning("%s left out: %s", what, left_out)
+        raise DataError(f"none of {len(samples)} {name} can be used: {numbers}; give others")
+    if numbers:
+        log.warning("%s left out: %s", name, numbers)
     return kept
 
 

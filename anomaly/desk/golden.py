@@ -34,8 +34,11 @@ def golden_of(model: Path) -> Path | None:
 def golden_samples(model: Path | None) -> list[Sample]:
     """The golden parts beside a model folder; the missed ones are defects."""
     golden = None if model is None else golden_of(model)
-    if golden is None:
-        return []
+    return [] if golden is None else _samples_in(golden)
+
+
+def _samples_in(golden: Path) -> list[Sample]:
+    """The images in a folder of golden parts, named by their place there."""
     names = {path: path.relative_to(golden).as_posix() for path in list_images(golden)}
     kinds = {True: MISSED, False: "good"}
     return [Sample(path, name, kinds[is_missed(name)]) for path, name in names.items()]
@@ -43,7 +46,7 @@ def golden_samples(model: Path | None) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Check:
-    """Scores of golden parts today, beside their record.
+    """Scores of golden parts today, compared with their record.
 
     Attributes:
         answers: scores and verdicts of today, by the image's name.
@@ -62,7 +65,7 @@ class Check:
 
     @property
     def missed(self) -> str:
-        """The number of missed defects that are caught now, and the others; empty without any."""
+        """A line on the missed defects: how many are caught now, and which aren't; else empty."""
         missed = {name: answer for name, answer in self.answers.items() if is_missed(name)}
         passing = [
             f"{name} ({answer['image_score']:.4g})"
@@ -104,15 +107,12 @@ def score_golden(
     Returns:
         `image_score` and `verdict`, or None and the status, by the image's place in the folder.
     """
-    paths = list_images(golden)
-    samples = [Sample(path, path.relative_to(golden).as_posix()) for path in paths]
-    scored = score(model, samples, progress=progress)
     answers = {
         image.sample.name: {
             "image_score": image.score,
             "verdict": image.status if image.score is None else image.verdict(model.thresholds),
         }
-        for image in scored
+        for image in score(model, _samples_in(golden), progress=progress)
     }
     return dict(sorted(answers.items()))
 
@@ -139,6 +139,7 @@ def moved_since(recorded: Answers, current: Answers, tolerance: float) -> dict[s
 
 
 def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> str:
+    """The change of a part's verdict or score, in words; empty without one."""
     old, new = before["image_score"], now["image_score"]
     score = "" if old is None or new is None else f" ({old:.4g} -> {new:.4g})"
     if before["verdict"] != now["verdict"]:

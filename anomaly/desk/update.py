@@ -21,7 +21,7 @@ from anomaly.calibration.thresholds import (
     thresholds_from,
 )
 from anomaly.datasets.samples import Sample
-from anomaly.desk.change import DEFECTS, Change, fresh, known_parts, price
+from anomaly.desk.change import DEFECTS, Change, known_parts, new_images, price
 from anomaly.desk.golden import golden_of, score_golden, write_record
 from anomaly.errors import DataError, ModelError, counted, first_of
 from anomaly.files.writing import RUN, as_json, claim, clear, write
@@ -67,7 +67,7 @@ def update(
         DataError: an image is given as good and as a defect, or no image is left to learn.
     """
     known = known_parts([model], defects)
-    images = fresh(model, good, "good images", known, defects=defects)
+    images = new_images(model, good, "good images", known, defects=defects)
     with tempfile.TemporaryDirectory(prefix=".update-", dir=scratch) as folder:
         learned = learn(
             model,
