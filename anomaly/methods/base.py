@@ -1,4 +1,4 @@
-"""What a method is: patches in, a fitter, an immutable scorer; and the tensors it saves."""
+"""Protocols of a method: patches in, a fitter, an immutable scorer, and the tensors it saves."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PatchBatch:
     Attributes:
         embeddings: (B, h, w, D) float32.
         images: the B training-image indices.
-        corners: row and column by which each grid's first patch is known in its image: (0, 0) but
-            in tiles, and in turned copies (see `anomaly.imaging.loading.turned_corner`).
-        inside: (B, h, w) bool, which patches count; None for all.
+        corners: row and column of each grid's first patch in its image; None for (0, 0). Tiles have
+            others, and so have turned copies (see `anomaly.imaging.loading.turned_corner`).
+        inside: (B, h, w) bool, the patches that count; None for all.
     """
 
     embeddings: Tensor
@@ -40,8 +40,8 @@ class PatchBatch:
     def counted(self) -> Iterator[Tensor]:
         """The patches (n, D) that count, image by image.
 
-        A sum's or product's rounding depends on its shape. What is computed image by image doesn't
-        depend on which of them share a batch.
+        A sum's or product's rounding depends on its shape. Results that are computed image by image
+        don't depend on which images share a batch.
         """
         for i, patches in enumerate(self.embeddings.flatten(1, 2)):
             yield patches if self.inside is None else patches[self.inside[i].flatten()]
@@ -51,7 +51,7 @@ class PatchSet(Protocol):
     """The patches of all training images; can be iterated repeatedly, always the same.
 
     Attributes:
-        channels: D of the embeddings; 0 without images.
+        channels: number D of channels of the embeddings; 0 without images.
     """
 
     channels: int
@@ -71,20 +71,20 @@ class PatchSet(Protocol):
         """Patches that count, projected by a matrix (D, d), image by image.
 
         Yields:
-            A training image, and its points (n, d) float32, or some of them: a tile's. Images
+            A training image, and its points (n, d) float32, or those of one of its tiles. Images
             ascend where the whole set is read from files.
         """
         for batch in self:
-            by = matrix.to(batch.embeddings.device)
+            here = matrix.to(batch.embeddings.device)
             for image, patches in zip(batch.images, batch.counted(), strict=True):
-                yield image, patches @ by
+                yield image, patches @ here
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
         """Results of a function applied to the patches, part by part.
 
         Args:
-            function: of a set of patches; on a cluster it is pickled, and called where each part
-                is, with the images ascending from part to part.
+            function: takes a set of patches. A cluster pickles it and calls it where each part
+                lies; images ascend from part to part.
         """
         yield function(self)
 
@@ -123,21 +123,25 @@ def _name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_channels(found: int, learned: int) -> None:
-    """Check that embeddings have as many channels as a scorer takes.
+def check_channels(channels: int, learned: int) -> None:
+    """Check the number of channels of embeddings.
+
+    Args:
+        channels: number of channels of the embeddings.
+        learned: number of channels that the scorer takes.
 
     Raises:
-        DataError: they haven't.
+        DataError: the two differ.
     """
-    if found != learned:
+    if channels != learned:
         raise DataError(
-            f"embeddings have {found} channels where the model's have {learned}; use the backbone "
-            "and layers it was made with"
+            f"embeddings have {channels} channels where the model's have {learned}; use the "
+            "backbone and layers it was made with"
         )
 
 
 def axis_length(tensors: Mapping[str, Array], name: str, axis: int = 0) -> int:
-    """The length of one axis of a saved tensor; -1 if it has no such axis."""
+    """The length of one axis of a saved tensor; -1 without that tensor or axis."""
     shape = tensors[name].shape if name in tensors else ()
     return shape[axis] if -len(shape) <= axis < len(shape) else -1
 
@@ -148,7 +152,7 @@ def device_of(values: Array) -> torch.device:
 
 
 def is_finite(values: Array) -> bool:
-    """Whether all values are finite; reads the tensor once and allocates no other."""
+    """True if all values are finite; allocates no other tensor."""
     if "float" not in str(values.dtype) or 0 in values.shape:
         return True
     return bool(np.isfinite([float(values.min()), float(values.max())]).all())
@@ -193,17 +197,17 @@ class ArrayScorer(Protocol):
         ...
 
     def weighted(self, scores: PatchScores) -> Array:
-        """Patch scores (B, h, w) weighted for the image score; maps use those of `score`."""
+        """Patch scores (B, h, w) weighted for the image score; maps use unweighted ones."""
         return scores.scores
 
     def image_scores(self, embeddings: Array, scores: PatchScores) -> Array:
-        """Image scores of the method's own kind, if the config names it.
+        """Image scores by a formula of the method's own, if the config names one.
 
-        Without one of its own it is the highest patch score.
+        By default the highest patch score.
 
         Args:
-            embeddings: (B, h, w, D), those that were scored.
-            scores: what `score` said about them; -inf on patches that don't count.
+            embeddings: (B, h, w, D), the embeddings that were scored.
+            scores: result of `score`, with -inf on patches that don't count.
 
         Returns:
             (B,) float32, in score units.
@@ -225,12 +229,11 @@ class Scorer(ArrayScorer, Protocol):
 
         Args:
             patches: (N, D) float32.
-            count: K, how many for each.
+            count: number K of training patches for each.
 
         Returns:
-            Their distances (N, K) float32, ascending, and where they come from, (N, K, 3) int32:
-            training image, patch row, patch column. None for a method that keeps no patches and
-            compares places.
+            Distances (N, K) float32, ascending, and origins (N, K, 3) int32: training image, patch
+            row, patch column. None for a method that keeps no patches.
         """
         return None
 
@@ -238,8 +241,8 @@ class Scorer(ArrayScorer, Protocol):
         """`score` in operations that `torch.export` can trace: reductions, no search.
 
         Returns:
-            A function of embeddings (B, h, w, D) that gives patch scores (B, h, w) float32, and
-            where there is a bank the nearest vectors (B, h, w) int64 after them.
+            A function of embeddings (B, h, w, D) that returns patch scores (B, h, w) float32 and,
+            with a bank, the nearest vectors (B, h, w) int64.
 
         Raises:
             ModelError: the method has no such form.
@@ -275,8 +278,8 @@ class Fitter(Protocol[S]):
         """The fitter for a network, with everything random already drawn.
 
         Args:
-            channels: of all hooked layers together.
-            device: where the embeddings will be.
+            channels: number of channels of all hooked layers together.
+            device: device of the embeddings.
 
         Raises:
             ConfigError: the settings don't fit that many channels.
@@ -294,8 +297,8 @@ class Fitter(Protocol[S]):
         """Learn from good patches.
 
         Args:
-            batches: of the training images; may be read more than once.
-            progress: called with (done, total) while something takes long.
+            batches: patches of the training images; may be read more than once.
+            progress: called with (done, total) during long steps.
         """
         ...
 
@@ -303,8 +306,8 @@ class Fitter(Protocol[S]):
         """A fitter whose `fit` adds images to a scorer.
 
         Args:
-            scorer: of these settings.
-            learned: from how many images.
+            scorer: a scorer fitted with these settings.
+            learned: number of images that it was fitted on.
 
         Raises:
             ModelError: the method can't add to what it has learned.
@@ -317,14 +320,14 @@ class Fitter(Protocol[S]):
         """Scorers for cross-fitting, each without the images it will score.
 
         Args:
-            scorer: fitted on all of `patches`.
-            patches: of all training images.
+            scorer: the scorer fitted on all of `patches`.
+            patches: patches of all training images.
             folds: disjoint sets of images which together hold all of them; at least two.
-            grouped: whether folds keep images together that show one part; without it, images may
-                also be left out one by one.
+            grouped: a fold keeps images together that show one part; else images may also be left
+                out one by one.
 
         Yields:
-            Images, and the scorer for them; each image once.
+            Some images, and the scorer for them; each image once.
         """
         for fold in folds:
             rest = frozenset(image for other in folds if other != fold for image in other)

@@ -41,32 +41,37 @@ if TYPE_CHECKING:
 # Numbers that one block of positions works on. They should stay in a CPU's cache between two
 # products; a GPU wants few launches.
 _BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
-# Images whose patches are added at once, whichever of them share a batch.
+# Images whose patches are added at once. Batches are regrouped by it, because the rounding of sums
+# depends on how many images are added together.
 _TOGETHER = 64
 # The least regularisation, as a share of the summed variances: there the 16 bits of a whitening
-# turn distances by one or two percent.
-_SHARE = 2.0**-24
-# Leverages are below 1; rounding must not carry them over.
-_LEAST = 1e-12
+# change distances by one or two percent.
+_LEAST_SHARE = 2.0**-24
+# 1 − c·q of `LeaveOneOut` is above 0; rounding must not carry it below.
+_LEAST_REST = 1e-12
 
 
 def position_blocks(positions: int, dimensions: int, device: torch.device) -> list[slice]:
-    """Slices of positions whose matrices (d, d) are computed with at once."""
+    """Slices of P positions, each as many as one product takes of their matrices (d, d)."""
     size = max(1, _BLOCK[device.type] // dimensions**2)
     return [slice(i, min(i + size, positions)) for i in range(0, positions, size)]
 
 
-def check_grid(found: Sequence[int], grid: tuple[int, int]) -> None:
-    """Check that an image's patches have the grid (h, w) of the training images.
+def check_grid(grid: Sequence[int], learned: tuple[int, int]) -> None:
+    """Check an image's patch grid.
+
+    Args:
+        grid: (h, w) of the image.
+        learned: (h, w) of the training images.
 
     Raises:
-        DataError: they haven't.
+        DataError: the two differ.
     """
-    if tuple(found) != grid:
+    if tuple(grid) != learned:
         raise DataError(
-            f"an image has {found[0]}×{found[1]} patches where the first training image had "
-            f"{grid[0]}×{grid[1]}: PaDiM needs one shape for all images; crop them to one aspect, "
-            "or use model.kind=patchcore, which takes any"
+            f"an image has {grid[0]}×{grid[1]} patches where the first training image had "
+            f"{learned[0]}×{learned[1]}: PaDiM needs one shape for all images; crop them to one "
+            "aspect, or use model.kind=patchcore, which takes any"
         )
 
 
@@ -83,7 +88,7 @@ def projected(projection: Tensor, maps: Sequence[Tensor]) -> Tensor:
     Returns:
         (B, h, w, d) float32 on the finest grid.
     """
-    import torch  # absent where arrays are scored, whose network has projected them
+    import torch  # an exported network projects for itself, where torch is absent
 
     grid = max((m.shape[-2:] for m in maps), key=lambda size: size[0] * size[1])
     parts: list[Tensor] = []
@@ -102,13 +107,13 @@ class PatchGaussian(Scorer):
     """Good patches as one Gaussian for each position of the grid.
 
     Attributes:
-        projection: (D, d) float32 with orthonormal columns, of the embeddings' D channels to d.
-        grid: (h, w).
+        projection: (D, d) float32 with orthonormal columns, from D channels to d.
+        grid: (h, w), with P = h·w positions.
         mean: (P, d) float64.
         whitening: (P, d, d) float32, W = L⁻¹ of Σ + ε·I = L·Lᵀ, so that a distance is ‖W·r‖. As
             stable as solving with L, unlike Σ⁻¹, and scoring consists of matrix products. Its rows
             are 16-bit integers times their scale, see `GaussianFitter.fit`.
-        scale: (P, d) float32.
+        scale: (P, d) float32, the scale of each row of the whitening.
     """
 
     projection: Array
@@ -191,7 +196,7 @@ def scorer(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> PatchGa
     """The Gaussians in saved tensors.
 
     Args:
-        tensors: as `PatchGaussian.tensors` gave them; arrays for a scorer that takes arrays.
+        tensors: result of `PatchGaussian.tensors`; arrays for a scorer that takes arrays.
         settings: the config's section `model`, by key; not used.
 
     Raises:
@@ -223,10 +228,10 @@ def scorer(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> PatchGa
 
 @dataclass(eq=False)
 class Gaussians:
-    """Sums of the patches at P positions, from which everything else is derived.
+    """Sums of the patches at P positions; means and covariances follow from them.
 
     Attributes:
-        count: N, samples at each position.
+        count: number N of samples at each position, one an image.
         mean: (P, d) float64.
         scatter: (P, d, d) float64, the summed outer products of the centred samples.
     """
@@ -236,13 +241,13 @@ class Gaussians:
     scatter: Tensor
 
     @classmethod
-    def behind(cls, model: PatchGaussian, images: int, regularisation: float) -> Gaussians:
+    def of_model(cls, model: PatchGaussian, images: int, regularisation: float) -> Gaussians:
         """The sums that a model was made from, exact up to the 16 bits of its whitening.
 
         Args:
-            model: its Gaussians.
-            images: N.
-            regularisation: ε.
+            model: learned Gaussians.
+            images: number N of images that they were learned from.
+            regularisation: ε that their covariances hold.
         """
         import torch
 
@@ -255,7 +260,7 @@ class Gaussians:
         return cls(images, model.mean.clone(), torch.cat(_each(model.mean, scatter)))
 
     def add(self, patches: Tensor) -> None:
-        """Add the patches (B, P, d) of further images (Chan, Golub & LeVeque 1979, eq. 2.1)."""
+        """Add the patches (B, P, d) of B images (Chan, Golub & LeVeque 1979, eq. 2.1)."""
         import torch
 
         share = len(patches) / (self.count + len(patches))
@@ -264,6 +269,7 @@ class Gaussians:
             samples = patches[:, block].transpose(0, 1).double()
             mean = samples.mean(1, keepdim=True)
             shift = mean - self.mean[block, None]
+            # One more row makes the product hold the scatter between the two means, too.
             rows = torch.cat([samples - mean, shift * (self.count * share) ** 0.5], 1)
             self.scatter[block].baddbmm_(rows.mT, rows)
             self.mean[block] += shift[:, 0] * share
@@ -272,7 +278,10 @@ class Gaussians:
         self.count += len(patches)
 
     def whitened(self, regularisation: float) -> Tensor:
-        """The whitening (P, d, d) float64 of covariance + ε·I. It takes the place of the scatter.
+        """The whitening (P, d, d) float64 of covariance + ε·I, written over the scatter.
+
+        Args:
+            regularisation: ε.
 
         Raises:
             ConfigError: ε vanishes beside the variances.
@@ -281,14 +290,14 @@ class Gaussians:
         import torch
 
         variances = self.scatter.diagonal(dim1=1, dim2=2).sum(1) / (self.count - 1)
-        least = _SHARE * float(variances.amax())
+        least = _LEAST_SHARE * float(variances.amax())
         if not math.isfinite(least):
             raise DataError("training patches hold NaN or infinite values; check the backbone")
         if regularisation < least:
             raise ConfigError(
                 f"model.regularisation {regularisation:g} is too small: beside variances that sum "
-                f"to {least / _SHARE:.3g} rounding would decide; raise it to {least * 1.1:.2g} or "
-                "more"
+                f"to {least / _LEAST_SHARE:.3g} rounding would decide; raise it to "
+                f"{least * 1.1:.2g} or more"
             )
 
         def whiten(block: slice) -> None:
@@ -302,13 +311,13 @@ class Gaussians:
 
 
 def _each(values: Tensor, function: Callable[[slice], Result]) -> list[Result]:
-    """Results of a function of the positions that values (P, …, d) are of, block by block."""
+    """Results of a function of position slices, block by block of values (P, …, d)."""
     blocks = position_blocks(len(values), values.shape[-1], values.device)
     return parallel_map(function, blocks, values.device)
 
 
 def _inverse(lower: Tensor) -> Tensor:
-    """Inverses of lower triangles (P, d, d)."""
+    """Inverses (P, d, d) of lower triangular matrices (P, d, d)."""
     import torch
 
     identity = torch.eye(lower.shape[1], dtype=lower.dtype, device=lower.device)
@@ -318,7 +327,7 @@ def _inverse(lower: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LeaveOneOut(PatchGaussian):
-    """Gaussians for the images that they have learned, each scored as if it weren't among them.
+    """Gaussians that score each of their training images as if they hadn't learned it.
 
     Taking one of N samples x out changes the mean and the scatter S of its position by rank one.
     With r = x − μ and A = S/(N−2) + ε·I, the Sherman–Morrison formula gives the squared distance of
@@ -326,16 +335,16 @@ class LeaveOneOut(PatchGaussian):
     few, c·q is nearly 1, so all of it is float64.
 
     Attributes:
-        images: N, of which `whitening` (P, d, d) float64 is that of A.
+        images: number N of training images. `whitening` is that of A, in float64.
     """
 
     images: int
 
     def squared_distances(self, patches: Array, positions: slice) -> Array:
-        """Squared distances (p, B) of training patches (B, P, d) at a slice of the positions."""
+        """Squared distances (p, B) of training patches (B, P, d), at a slice of p positions."""
         n = self.images
         squared = ((self.whitening[positions] @ self.residuals(patches, positions)) ** 2).sum(1)
-        rest = (1 - squared * (n / (n - 1) / (n - 2))).clamp_(min=_LEAST)
+        rest = (1 - squared * (n / (n - 1) / (n - 2))).clamp_(min=_LEAST_REST)
         return squared * (n / (n - 1)) ** 2 / rest
 
 
@@ -343,8 +352,8 @@ def fitter(settings: Mapping[str, Any], *, seed: int) -> GaussianFitter:
     """The fitter of a config's section `model`.
 
     Args:
-        settings: its values by key.
-        seed: of the projection.
+        settings: the section's values by key.
+        seed: seed of the projection.
     """
     return GaussianFitter(settings["dimensions"], settings["regularisation"], seed)
 
@@ -354,12 +363,12 @@ class GaussianFitter(Fitter[PatchGaussian]):
     """Settings of PaDiM.
 
     Attributes:
-        dimensions: d, what the embeddings' D channels are projected to.
+        dimensions: number d of channels that the embeddings' D are projected to.
         regularisation: ε, added to the diagonal of each covariance (PaDiM, eq. 1).
-        seed: of the projection.
+        seed: seed of the projection.
         projection: (D, d) float32; None before `prepared`.
         base: the Gaussians that `fit` adds to; None where it makes new ones.
-        learned: from how many images those were learned.
+        learned: number of images that `base` was learned from.
     """
 
     dimensions: int
@@ -378,7 +387,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
     @property
     def _projection(self) -> Tensor:
         if self.projection is None:
-            raise ValueError("no projection is drawn yet; take the fitter that prepared() returns")
+            raise ValueError("no projection is drawn yet; use the fitter that prepared() returns")
         return self.projection
 
     def prepared(self, channels: int, device: torch.device) -> GaussianFitter:
@@ -386,12 +395,12 @@ class GaussianFitter(Fitter[PatchGaussian]):
 
         Drawn on the CPU, so that every device gets the same one: the Q factor of a Gaussian matrix,
         uniform over all semi-orthogonal ones (Kim et al. 2021, "Semi-orthogonal embedding"). More
-        accurate than as many channels (Defard et al. 2020, section 3.2), and it hangs less on the
-        seed. With d = D channels are kept as they are: rotating them changes no distance.
+        accurate than d of the channels (Defard et al. 2020, section 3.2), and it depends less on
+        the seed. With d = D channels are kept as they are: rotating them changes no distance.
 
         Args:
-            channels: D, of all hooked layers together.
-            device: where the embeddings will be.
+            channels: number D of channels of all hooked layers together.
+            device: device of the embeddings.
 
         Raises:
             ConfigError: more dimensions than channels.
@@ -417,7 +426,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
 
         Args:
             batches: projected good patches, all on one grid.
-            progress: isn't called: this takes a second or two.
+            progress: not called, because this takes a second or two.
 
         Raises:
             ConfigError: a regularisation that is too small.
@@ -440,7 +449,11 @@ class GaussianFitter(Fitter[PatchGaussian]):
         return PatchGaussian(self._projection, grid, sums.mean.clone(), whitening, scale)
 
     def _sums(self, batches: Iterable[PatchBatch]) -> tuple[Gaussians, tuple[int, int]]:
-        """The sums of all patches, and their grid (h, w)."""
+        """The sums of all patches, with those of `base`, and their grid (h, w).
+
+        Raises:
+            DataError: fewer than two images, or more than one grid.
+        """
         import torch
 
         sums, grid = None, None
@@ -448,7 +461,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
         # what is written to all along has to live in one mode.
         with torch.inference_mode():
             if (base := self.base) is not None:
-                sums, grid = Gaussians.behind(base, self.learned, self.regularisation), base.grid
+                sums, grid = Gaussians.of_model(base, self.learned, self.regularisation), base.grid
             images = (embeddings for batch in batches for embeddings in batch.embeddings)
             while group := list(islice(images, _TOGETHER)):
                 height, width, dimensions = group[0].shape
@@ -469,14 +482,14 @@ class GaussianFitter(Fitter[PatchGaussian]):
     def incremental(self, scorer: PatchGaussian, learned: int) -> GaussianFitter:
         """A fitter whose `fit` adds images to learned Gaussians.
 
-        It gives what a fit on all images would, up to the 16 bits that these are kept in.
+        The result is that of a fit on all images, up to the 16 bits of the learned whitening.
         """
         return replace(self, projection=scorer.projection, base=scorer, learned=learned)
 
     def held_out(
         self, scorer: PatchGaussian, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
     ) -> Iterator[tuple[Fold, Scorer]]:
-        """Scorers for cross-fitting: leave-one-out in closed form, or a refit for each fold."""
+        """Scorers for cross-fitting: leave-one-out in closed form; a refit a fold where grouped."""
         if grouped:
             yield from super().held_out(scorer, patches, folds, grouped=True)
             return
@@ -488,6 +501,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
                 "has no covariance; add images, or train with --no-calibrate and without "
                 "model.leave_out_suspects"
             )
+        # S/(N−2) is the covariance of N − 1 samples with this scatter.
         whitening = replace(sums, count=sums.count - 1).whitened(self.regularisation)
-        left_out = scorer.projection, grid, sums.mean, whitening, scorer.scale, sums.count
-        yield everything, LeaveOneOut(*left_out)
+        parts = scorer.projection, grid, sums.mean, whitening, scorer.scale, sums.count
+        yield everything, LeaveOneOut(*parts)

@@ -1,7 +1,7 @@
 """PatchCore (Roth et al. 2022): a memory bank of good patches, and the distance to it.
 
-Torch tensors and numpy arrays alike, so that exported models score without torch: it is imported
-only where feature maps are aligned, and where a bank is saved or traced.
+Scores torch tensors and numpy arrays alike. Exported models score without torch, so torch is
+imported only in functions that align feature maps, save or trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Bank vectors that a graph compares patches with at once: 16 MiB for an image of 1024 patches.
 _BLOCK = 4096
-_REWEIGHTED = 3  # b of the re-weighted image score, bank vectors that it looks at
+_REWEIGHTED = 3  # b of the re-weighted image score: bank vectors in its sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,15 +39,14 @@ class MemoryBank(Scorer):
 
     Attributes:
         vectors: (M, D) float32, in the order in which they were picked.
-        origins: (M, 3) int32: training image, patch row, patch column. Rows from 65,536 on are of
-            turned copies, see `anomaly.imaging.loading`.
+        origins: (M, 3) int32: training image, patch row, patch column. Rows from 65,536 on belong
+            to turned copies, see `anomaly.imaging.loading`.
         covering_radius: no training patch is farther than this from its nearest bank vector,
             among the projected embeddings that the coreset was selected on.
-        search: how neighbours are found, see `NearestNeighbors`.
-        embedding: how feature maps become embeddings: `sharp` or `concat`, see
+        search: method of `NearestNeighbors`: `exact`, `faiss` or `ivf`.
+        embedding: alignment of feature maps: `sharp` or `concat`, see
             `anomaly.methods.patchcore.embedding`.
-        spacing_neighbours: how many neighbours of each vector `spacing` is the mean distance to; 0
-            for none.
+        spacing_neighbours: number of neighbours that `spacing` is averaged over; 0 for no spacing.
         spacing: (M,) float32, the mean distance of each vector to its nearest neighbours in the
             bank; None before `spaced`, and where image scores count all distances alike.
     """
@@ -64,7 +63,7 @@ class MemoryBank(Scorer):
     @property
     def align(self) -> Align:
         """Turn feature maps into the embeddings that `score` takes."""
-        # The scorer of an exported model does without torch, which the alignment needs.
+        # The alignment needs torch, which an exported model does without.
         from anomaly.methods.patchcore.embedding import ALIGNERS
 
         return ALIGNERS[self.embedding]
@@ -79,7 +78,7 @@ class MemoryBank(Scorer):
 
         Args:
             patches: (N, D) float32, on the bank's device.
-            count: K, vectors for each.
+            count: number K of vectors for each patch.
 
         Returns:
             Distances (N, K) float32, ascending, and indices (N, K) int64.
@@ -88,7 +87,8 @@ class MemoryBank(Scorer):
 
     @locked_cached_property
     def _neighbours(self) -> NearestNeighbors:
-        # Arrays stand where faiss may be absent; a GPU multiplies faster than faiss looks on a CPU.
+        # Exported models, whose banks are arrays, do without faiss; a GPU multiplies faster than
+        # faiss searches on a CPU.
         by_faiss = not isinstance(self.vectors, np.ndarray) and self.vectors.device.type == "cpu"
         return NearestNeighbors(self.vectors, self.search if by_faiss else "exact")
 
@@ -112,12 +112,12 @@ class MemoryBank(Scorer):
         """Patch scores for the image score, lowered near rare bank vectors.
 
         Around a vector of a rare kind the bank's vectors lie far apart, and so good patches of that
-        kind have large distances, too. A distance is divided by how far apart they lie around its
-        nearest vector, where that is more than the bank's mean. Anomaly maps have plain distances:
-        there a division blurs where a defect ends.
+        kind have large distances, too. A distance is divided by the spacing of its nearest vector
+        over the bank's mean spacing, where that is above 1. Anomaly maps have plain distances,
+        because the division blurs the edges of defects.
 
         Args:
-            scores: those of `score`.
+            scores: result of `score`.
 
         Returns:
             (B, h, w) float32.
@@ -128,7 +128,7 @@ class MemoryBank(Scorer):
 
     @locked_cached_property
     def _sparsity(self) -> Array:
-        """Divisors (M,) float32, at least 1, of distances to the bank vectors."""
+        """Divisors (M,) float32, at least 1, for distances to the bank vectors."""
         assert self.spacing is not None  # see `weighted`
         mean = self.spacing.mean()
         return self.spacing.clip(mean) / mean if mean > 0 else self.spacing + 1
@@ -142,14 +142,14 @@ class MemoryBank(Scorer):
         among good patches scores higher.
 
         Args:
-            embeddings: (B, h, w, D), those that were scored.
-            scores: those of `score`; -inf on patches that don't count.
+            embeddings: (B, h, w, D), the embeddings that were scored.
+            scores: result of `score`, with -inf on patches that don't count.
 
         Returns:
             (B,) float32, in score units.
         """
         if scores.nearest is None:
-            raise ValueError("scores name no bank vectors; take those of this bank's score()")
+            raise ValueError("scores name no bank vectors; give the result of the bank's score()")
         xp, count = module_of(embeddings), len(embeddings)
         flat = scores.scores.reshape(count, -1)
         highest_at = list(range(count)), flat.argmax(1)
@@ -166,14 +166,19 @@ class MemoryBank(Scorer):
         return highest * (1 - share).clip(0)
 
     def only(self, rows: Tensor, similar: MemoryBank) -> MemoryBank:
-        """The bank of its vectors at some places, searched on the axes of a similar bank."""
+        """A bank of some of the vectors.
+
+        Args:
+            rows: (m,) int64, indices of the vectors.
+            similar: a bank of mostly the same vectors, whose search axes serve the result, too.
+        """
         spacing = None if self.spacing is None else self.spacing[rows]
-        most = replace(
+        part = replace(
             self, vectors=self.vectors[rows], origins=self.origins[rows], spacing=spacing
         )
-        if neighbours := similar._neighbours.of_most(most.vectors):
-            vars(most)["_neighbours"] = neighbours
-        return most
+        if neighbours := similar._neighbours.of_most(part.vectors):
+            vars(part)["_neighbours"] = neighbours
+        return part
 
     def spaced(self, rows: Tensor | None = None) -> MemoryBank:
         """The bank with its `spacing` computed.
@@ -186,20 +191,20 @@ class MemoryBank(Scorer):
             return replace(self, spacing=None)
         vectors = self.vectors if rows is None else self.vectors[rows]
         distances, _ = self.neighbours(vectors, count + 1)
-        spacing = distances[:, 1:].mean(1)  # the first is the vector itself
+        spacing = distances[:, 1:].mean(1)  # the nearest is the vector itself
         if rows is not None and self.spacing is not None:
             spacing = self.spacing.index_copy(0, rows, spacing)
-        same = replace(self, spacing=spacing)
-        # The index is that of the same vectors; `replace` forgets it.
-        vars(same)["_neighbours"] = self._neighbours
-        return same
+        spaced = replace(self, spacing=spacing)
+        # `replace` drops the cached index, which serves the same vectors.
+        vars(spaced)["_neighbours"] = self._neighbours
+        return spaced
 
     def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The training patches of the bank vectors nearest to patches.
 
         Args:
             patches: (N, D) float32, on the bank's device.
-            count: K, how many for each.
+            count: number K of bank vectors for each patch.
 
         Returns:
             Distances (N, K) float32, ascending, and origins (N, K, 3) int32.
@@ -210,7 +215,7 @@ class MemoryBank(Scorer):
     def graph(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
         """`score` as plain reductions, for exported graphs.
 
-        The bank goes by in blocks, so that memory doesn't grow with it. Products name the nearest
+        The bank is read in blocks, so that memory doesn't grow with it. Products name the nearest
         vector; its distance is then measured directly, which cancels nothing.
         """
         import torch  # only models of tensors are traced
@@ -220,12 +225,13 @@ class MemoryBank(Scorer):
         squares = (vectors * vectors).sum(1)
 
         def nearest_of(patches: Tensor, start: int) -> tuple[Tensor, Tensor]:
+            """The least ‖y‖² − 2xy (B, h, w) of a block of vectors y, and the y's indices."""
             block = slice(start, min(start + _BLOCK, count))
-            # ‖x − y‖² without ‖x‖², which is the same for all y.
+            # ‖x − y‖² less ‖x‖², which is the same for all y.
             values = squares[block] - 2 * (patches @ vectors[block].T)
             least = values.amin(-1)
             places = torch.arange(block.start, block.stop, device=patches.device)
-            beyond = torch.full_like(places, count)
+            beyond = torch.full_like(places, count)  # an index above all others
             return least, torch.where(values <= least[..., None], places, beyond).amin(-1)
 
         def scores(embeddings: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,7 +241,7 @@ class MemoryBank(Scorer):
                 values, place = nearest_of(patches, start)
                 nearest = torch.where(values < least, place, nearest)
                 least = torch.minimum(values, least)
-            nearest = nearest.clamp(max=count - 1)  # of NaN none is the nearest
+            nearest = nearest.clamp(max=count - 1)  # a patch with NaN has no nearest vector
             difference = patches - vectors[nearest]
             return difference.square().sum(-1).sqrt(), nearest
 
@@ -263,7 +269,7 @@ def scorer(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> MemoryB
     """The memory bank in saved tensors.
 
     Args:
-        tensors: as `MemoryBank.tensors` gave them; arrays for a scorer that takes arrays.
+        tensors: result of `MemoryBank.tensors`; arrays for a scorer that takes arrays.
         settings: the config's section `model`, by key.
 
     Raises:

@@ -33,13 +33,13 @@ _QUERIES = {"cpu": 512, "cuda": 1 << 16}
 _LEAST_SCREENED = 1024
 # When more than this share of the bank may be nearest to a query, the whole product is quicker.
 _MANY = 1 / 16
-# Of the inverted lists: measured recall 0.988 to 0.998.
+# Inverted lists that are searched: measured recall 0.988 to 0.998.
 _LISTS_PROBED = 4
-# Queries whose squared norms are larger are as good as infinite: products would overflow.
+# Queries with larger squared norms aren't searched: their products would overflow.
 _LARGEST = 1e30
-# More than float32's rounding of squared distances by products, relative to the squared norms.
+# Above float32's rounding of squared distances by products, relative to the squared norms.
 _ROUNDING = 1e-5
-# More than float32's rounding of squared norms, relative to themselves.
+# Above float32's rounding of squared norms, relative to themselves.
 _NORM_ROUNDING = 2.0**-18
 # Numbers of the pairs measured at once in `_distances_to`: 4 MiB; a GPU wants few launches.
 _MEASURED = {"cpu": 1 << 20, "cuda": 1 << 28}
@@ -47,8 +47,8 @@ _MEASURED = {"cpu": 1 << 20, "cuda": 1 << 28}
 _GATHERED = {"cpu": 1 << 17, "cuda": 1 << 28}
 # Bank vectors centred at once.
 _CENTRED = 2048
-# Principal axes of a screen for 1,536 dimensions; the root of the share for fewer. What they don't
-# rule out is measured in all dimensions.
+# Principal axes of a screen for 1,536 dimensions; for others the number goes with their root.
+# Vectors that these axes don't rule out are measured in all dimensions.
 AXES = 185
 _DIMENSIONS = 1536
 # Vectors that the axes are fitted to, and steps of the iteration.
@@ -60,7 +60,7 @@ class Index(Protocol):
     """Finds the nearest bank vectors."""
 
     def candidates(self, queries: Array, k: int) -> Array:
-        """The k nearest (Q, k) int64 of queries (Q, D), in any order, 1 <= k <= M."""
+        """Indices (Q, k) int64 of the k nearest of queries (Q, D), in any order, 1 <= k <= M."""
         ...
 
 
@@ -69,12 +69,12 @@ class NearestNeighbors:
 
     An index only names candidates. Their distances are taken afterwards as ‖x − y‖, not from
     ‖x‖² − 2xy + ‖y‖², which cancels: a vector of the bank is at distance 0 from itself, and a
-    query's distance doesn't depend on what else is searched with it.
+    query's distance doesn't depend on the queries beside it.
 
     Args:
-        bank: (M, D) float32, a tensor on the device where queries will be, or an array.
+        bank: (M, D) float32, a tensor on the device of the queries, or an array.
         method: `exact`, or `faiss` (Flat, CPU), or `ivf` (faiss inverted lists, approximate, CPU).
-        index: what finds candidates; None to make it.
+        index: the index that finds candidates; None to make one by `method`.
     """
 
     def __init__(self, bank: Array, method: str = "exact", index: Index | None = None) -> None:
@@ -98,7 +98,7 @@ class NearestNeighbors:
 
         Args:
             queries: (Q, D) float32.
-            k: how many each; at most M are returned.
+            k: number of vectors for each query; at most M are returned.
 
         Returns:
             (Q, k) float32 Euclidean distances, ascending and differentiable in the queries, and
@@ -128,8 +128,8 @@ class ExactIndex:
 
     Args:
         bank: (M, D) float32. Tensors on the CPU are searched as arrays.
-        screened: whether by a screen, on the CPU, or by the product of all dimensions.
-        axes: the screen's, see `Screen`; None for the bank's own.
+        screened: use a screen, on the CPU; else the product of all dimensions.
+        axes: the screen's axes, see `Screen`; None for the bank's principal axes.
     """
 
     def __init__(self, bank: Array, screened: bool, axes: Floats | None = None) -> None:
@@ -142,11 +142,11 @@ class ExactIndex:
                 self._screen = Screen.of(self._bank, self._mean, axes)
 
     def of_most(self, bank: Array) -> ExactIndex:
-        """That of a bank of mostly the same vectors, on the same axes; finding these takes long."""
+        """The index of a bank of mostly the same vectors, with the axes, which are slow to find."""
         return ExactIndex(bank, is_screened(bank), self._screen.axes if self._screen else None)
 
     def candidates(self, queries: Array, k: int) -> Array:
-        """The k nearest (Q, k) int64 of queries (Q, D); any of a query that isn't finite."""
+        """Indices (Q, k) int64 of the k nearest of queries (Q, D); any for a query with NaN."""
         values = as_numpy(queries) if self._device.type == "cpu" else queries.detach()
         finite = _squared_norms(values) <= _LARGEST
         values = module_of(values).where(finite[:, None], values, 0)
@@ -161,7 +161,7 @@ class ExactIndex:
         kind = self._device.type
         threads = get_threads() if kind == "cpu" else 1
         most = max(1, min(_QUERIES[kind], _BLOCK[kind] // len(self._bank)))
-        count = -(-len(queries) // (most * threads)) * threads  # so that threads have equal shares
+        count = -(-len(queries) // (most * threads)) * threads  # equal shares for all threads
         step = -(-len(queries) // count)
         blocks = [queries[start : start + step] for start in range(0, len(queries), step)]
         with one_blas_thread():
@@ -169,13 +169,14 @@ class ExactIndex:
         return module_of(queries).concatenate(indices)
 
     def _nearest(self, queries: Array, k: int, screen: Screen | None) -> Array:
-        """The k nearest (Q, k) of each query; -1 where the screen rules out too few."""
+        """Indices (Q, k) of the k nearest of queries (Q, D); -1 where a screen excludes too few."""
         xp, bank, centred = module_of(queries), self._bank, queries - self._mean
-        moved: Array = 0.0
+        moved: Array = 0.0  # length by which rounding moves vectors
         if screen is None:
             bounds = _half_squared_distances(centred, bank, self._mean)
         else:
             bounds, moved = screen.bounds(centred)
+        # The k vectors with the least bounds are measured.
         every = like(np.arange(len(queries)), queries)
         rows = xp.concatenate([every] * k)
         columns = xp.concatenate([_take_least(bounds, every) for _ in range(k)])
@@ -183,11 +184,15 @@ class ExactIndex:
         farthest = xp.amax(squared.reshape(k, -1), 0)
         rounding = _ROUNDING * (_squared_norms(centred) + farthest)
         limits = ((xp.sqrt(farthest) + moved) ** 2 + rounding) / 2
-        near, others = _places(bounds <= limits[:, None])
-        many = xp.bincount(near, minlength=len(queries)) > (_MANY if screen else 1) * len(bank)
-        near, others = near[~many[near]], others[~many[near]]
-        more = _squared_distances(queries, bank, near, others)
-        rows, columns = xp.concatenate([rows, near]), xp.concatenate([columns, others])
+        # All others with bounds up to the farthest of these are measured, too.
+        more_rows, more_columns = _places(bounds <= limits[:, None])
+        counts = xp.bincount(more_rows, minlength=len(queries))
+        many = counts > (_MANY if screen else 1) * len(bank)
+        kept = ~many[more_rows]
+        more_rows, more_columns = more_rows[kept], more_columns[kept]
+        more = _squared_distances(queries, bank, more_rows, more_columns)
+        rows = xp.concatenate([rows, more_rows])
+        columns = xp.concatenate([columns, more_columns])
         nearest = columns[_first_of_each(rows, xp.concatenate([squared, more]), k)]
         nearest[many] = -1
         return nearest
@@ -199,13 +204,13 @@ class Screen:
 
     Vectors of few dimensions are multiplied whole. Of others, with orthonormal P and residuals
     r(x) = x − PPᵀx, ‖Pᵀx − Pᵀy‖² + (‖r(x)‖ − ‖r(y)‖)² never exceeds ‖x − y‖². Rounding moves a
-    vector by a known length, so that what is computed exceeds the distances by these lengths at
-    most (triangle inequality).
+    vector by a known length, and computed bounds exceed the distances by these lengths at most
+    (triangle inequality).
 
     Attributes:
         axes: P (D, d), about the bank's leading principal axes; None for all dimensions.
         rows: (M, K) float32, the bank's vectors as rows of the product.
-        moved: the length by which rounding moves a bank vector at most.
+        moved: the largest length by which rounding moves a bank vector.
     """
 
     axes: Floats | None
@@ -214,7 +219,13 @@ class Screen:
 
     @classmethod
     def of(cls, bank: Floats, mean: Floats, axes: Floats | None = None) -> Screen:
-        """The screen of a bank (M, D) with this mean (D,), on given axes or its own."""
+        """The screen of a bank (M, D).
+
+        Args:
+            bank: (M, D) float32.
+            mean: (D,), the bank's mean.
+            axes: (D, d), orthonormal; None for the bank's principal axes.
+        """
         count = round(AXES * math.sqrt(bank.shape[1] / _DIMENSIONS))
         if axes is None and bank.shape[1] > count:
             axes = _principal_axes(bank[:: max(1, len(bank) // _FITTED)] - mean, count)
@@ -229,7 +240,7 @@ class Screen:
         """Half the squared distances of rounded vectors, and the lengths they are moved by.
 
         Args:
-            centred: (Q, D) queries less the bank's mean.
+            centred: (Q, D), queries less the bank's mean.
 
         Returns:
             (Q, M), and the lengths (Q,) by which rounding moves a query and a bank vector together.
@@ -239,16 +250,21 @@ class Screen:
 
 
 def _rows(centred: Floats, axes: Floats | None, *, of_bank: bool) -> tuple[Floats, Floats]:
-    """Vectors (n, D) as rows (n, K) of the product, and the lengths (n,) they are moved by.
+    """Rows (n, K) of the product, and the lengths (n,) by which rounding moves their vectors.
 
-    A query's row times a bank vector's is half their squared distance: half the squared norms are
-    numbers of their own.
+    A query's row times a bank vector's row is half their squared distance, because each row holds
+    half its squared norm, too.
+
+    Args:
+        centred: (n, D), vectors less the bank's mean.
+        axes: (D, d), orthonormal; None for all dimensions.
+        of_bank: rows of bank vectors; else of queries.
     """
     coordinates, moved = centred, np.zeros(len(centred), np.float32)
     if axes is not None:
         leading, squares = centred @ axes, _squared_norms(centred)
         rest = np.sqrt(np.maximum(squares - _squared_norms(leading), 0))
-        # The less is left, the more the root makes of what the squares are off by.
+        # The smaller the residual, the more the root magnifies the rounding of the squares.
         off = np.float32(_NORM_ROUNDING) * squares
         moved = off / np.maximum(np.maximum(rest, np.sqrt(off)), np.finfo(np.float32).tiny)
         coordinates = np.column_stack([leading, rest])
@@ -275,13 +291,12 @@ class FaissIndex:
 
     Args:
         bank: (M, D) float32 on the CPU.
-        exact: finds what faiss's float32 products can't tell apart; None to search inverted lists,
-            of which the 4 nearest of about 4√M are: approximate.
+        exact: index that decides where faiss's float32 products are ambiguous; None to search the
+            4 nearest of about 4√M inverted lists, which is approximate.
     """
 
     def __init__(self, bank: Array, exact: Index | None) -> None:
-        # Heavy, and wanted by few.
-        import faiss
+        import faiss  # heavy, and used by few
 
         self._faiss: Any = faiss
         # Relative to the mean: faiss multiplies distances out, and large norms would cancel.
@@ -297,7 +312,7 @@ class FaissIndex:
             self._index.add(vectors)
 
     def candidates(self, queries: Array, k: int) -> Array:
-        """The k nearest (Q, k) int64 of queries (Q, D); any of a query that is NaN."""
+        """Indices (Q, k) int64 of the k nearest of queries (Q, D); any for a query with NaN."""
         self._faiss.omp_set_num_threads(get_threads())
         rows = np.ascontiguousarray(as_numpy(queries) - self._mean)
         if self._exact is not None:
@@ -311,7 +326,14 @@ class FaissIndex:
         return like(nearest.clip(0), queries)
 
     def _flat(self, exact: Index, queries: Array, rows: Floats, k: int) -> Array:
-        """The k nearest by faiss; measured if float32 products are ambiguous."""
+        """Indices (Q, k) int64 of the k nearest by faiss; by `exact` where products are ambiguous.
+
+        Args:
+            exact: the index that decides.
+            queries: (Q, D) float32.
+            rows: (Q, D), the queries less the bank's mean.
+            k: number of vectors for each query.
+        """
         scores, indices = self._index.search(rows, min(k + 1, self._index.ntotal))
         nearest = indices[:, :k].copy()
         if indices.shape[1] > k:
@@ -323,20 +345,20 @@ class FaissIndex:
 
 
 def _inverted(vectors: Floats) -> Any:
-    """Inverted lists of vectors (M, D), trained or from the user's cache."""
-    import faiss  # heavy, and wanted by few
+    """Faiss's inverted lists of vectors (M, D), trained or from the user's cache."""
+    import faiss  # heavy, and used by few
 
     key = hashlib.sha256(vectors.data).hexdigest()[:32]
     index: Any = None
     file: Path | None = None
-    with suppress(RuntimeError):  # a user without a home; a damaged one is made, and written, anew
+    with suppress(RuntimeError):  # no home folder, or a damaged index, which is made anew
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         file = cache / "anomaly" / f"ivf-{key}-faiss{faiss.__version__}.index"
         if file.is_file():
             index = faiss.read_index(str(file))
     if index is None:
         count, dim = vectors.shape
-        # faiss wants 39 vectors a list to train
+        # Faiss warns below 39 training vectors a list.
         lists = max(1, min(int(4 * count**0.5), count // 39))
         index = faiss.IndexIVFFlat(faiss.IndexFlatL2(dim), dim, lists)
         index.train(vectors)
@@ -352,7 +374,7 @@ def _inverted(vectors: Floats) -> Any:
 def is_screened(bank: Array) -> bool:
     """True if a screen is quicker for a bank (M, D) than one product of all dimensions.
 
-    It isn't in small banks, and on a GPU, which multiplies faster than it gathers.
+    Small banks and GPUs, which multiply faster than they gather, have none.
     """
     return device_of(bank).type == "cpu" and len(bank) >= _LEAST_SCREENED
 
@@ -376,7 +398,7 @@ def _first_of_each(rows: Array, values: Array, k: int) -> Array:
     Args:
         rows: (n,) int64; each of the numbers from 0 to Q − 1 occurs k times at least.
         values: (n,).
-        k: how many.
+        k: number of columns for each row.
     """
     xp, order = module_of(values), _ascending(values)
     order = order[_ascending(rows[order])]
@@ -432,9 +454,9 @@ def _half_squared_distances(centred: Array, bank: Array, mean: Array) -> Array:
     few percent of the product's time, and no copy is kept.
 
     Args:
-        centred: (Q, D) queries less the mean.
+        centred: (Q, D), queries less the bank's mean.
         bank: (M, D).
-        mean: (D,).
+        mean: (D,), the bank's mean.
     """
     halves, parts = _squared_norms(centred)[:, None] / 2, []
     for start in range(0, len(bank), _CENTRED):
