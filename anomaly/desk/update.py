@@ -206,16 +206,15 @@ def learn(
         )
     limit, (_, rate) = model.thresholds.image, model.rates()
     known = [*model.manifest["training_images"], *model.manifest["refused_images"]]
-    # Numbers follow those of the known images.
-    names = dict(enumerate(unique_names([s.name for s in samples], known), len(known)))
-    numbered = dict(enumerate(samples, len(known)))
-    groups = {i: sample.group for i, sample in numbered.items() if sample.group}
+    names = unique_names([sample.name for sample in samples], known)
+    renamed = (replace(sample, name=name) for sample, name in zip(samples, names, strict=True))
+    numbered = dict(enumerate(renamed, len(known)))  # numbers follow those of the known images
     setup, seen = TrainingSetup.of(model), partial(progress, "features")
     images = {i: sample.source for i, sample in numbered.items()}
     with cached_features(setup, images, scratch, seen) as patches:
-        learned = {i: names[i] for i in sorted(patches.facts)}
+        learned = {i: numbered[i] for i in sorted(patches.facts)}
         # The first trial, with all images, finds the suspects; a second one learns without them.
-        new, good = _trial(model, setup.fitter, patches, learned, groups, progress)
+        new, good = _trial(model, setup.fitter, patches, learned, progress)
         suspects = {} if include_suspects else _suspects(good, limit, rate)
         if len(suspects) == len(good.names):
             raise DataError(
@@ -223,12 +222,12 @@ def learn(
                 f"{', '.join(suspects)}. If they are good, add --include-suspects"
             )
         if suspects:
-            learned = {i: name for i, name in learned.items() if name not in suspects}
-            new, good = _trial(model, setup.fitter, patches, learned, groups, progress)
-        refused = {names[item.index]: item.reason for item in patches.refused}
-        hashes = {name: patches.hashes[i] for i, name in learned.items()}
+            learned = {i: s for i, s in learned.items() if s.name not in suspects}
+            new, good = _trial(model, setup.fitter, patches, learned, progress)
+        refused = {numbered[item.index].name: item.reason for item in patches.refused}
+        hashes = {sample.name: patches.hashes[i] for i, sample in learned.items()}
         statistics = TrainingStatistics.of(patches.statistics_of([*learned]))
-    left_out = {name: i for i, name in names.items() if name not in hashes}
+    left_out = {s.name: i for i, s in numbered.items() if s.name not in hashes}
     manifest, known_statistics = model.manifest, model.training_statistics
     both = model.thresholds.good.joined(good)
     source = (
@@ -256,26 +255,18 @@ def _trial(
     model: Model,
     fitter: Fitter[Any],
     patches: CachedFeatures,
-    names: Mapping[int, str],
-    groups: Mapping[int, str],
+    samples: Mapping[int, Sample],
     progress: StageProgress,
 ) -> tuple[Model, GoodScores]:
-    """A model that has learned the named images, and the score of each by one without it."""
-    new = replace(model, scorer=fitter.fit(patches.only(names)))
-    if len(names) > 1:
-        good, _ = cross_fit(
-            new,
-            patches,
-            fitter,
-            names,
-            patches.hashes,
-            groups={i: group for i, group in groups.items() if i in names},
-            progress=partial(progress, "calibration"),
-        )
+    """A model that has learned images, and the score of each by one without it."""
+    new = replace(model, scorer=fitter.fit(patches.only(samples)))
+    if len(samples) > 1:
+        scoring = partial(progress, "calibration")
+        good, _ = cross_fit(new, patches, fitter, samples, progress=scoring)
     else:  # without its only new image, the model is the present one
-        scored = patches.only(names).scores(model)
-        good = good_scores([*names.values()], scored.values(), "")
-    hashes = tuple(patches.hashes[i] for i in names)  # some may have been used for calibration
+        scored = patches.only(samples).scores(model)
+        good = good_scores([s.name for s in samples.values()], scored.values(), "")
+    hashes = tuple(patches.hashes[i] for i in samples)  # some may have been used for calibration
     return new, replace(good, hashes=hashes)
 
 

@@ -303,8 +303,36 @@ class CachedFeatures(PatchSet):
     def scores(
         self, model: Model, progress: Callable[[int], None] = lambda done: None
     ) -> dict[int, HeldOutScores]:
-        """Scores of the images by a model that hasn't learned from them; see `scores_of`."""
-        return scores_of(model, self, self.views, progress)
+        """Scores of the images by a model that hasn't learned from them, by image number.
+
+        Turned copies aren't scored. Only the `COUNT` highest scores keep their patch scores.
+
+        Args:
+            model: the model that scores.
+            progress: called with the number of images scored so far.
+        """
+        scores: dict[int, HeldOutScores] = {}
+        views, one_grid = self.views, METHODS[model.config.model.kind].one_grid
+        for batch in _joined(self) if one_grid else self:
+            corners = batch.corners or ((0, 0),) * len(batch.images)
+            if turn_of(corners[0][0])[0]:  # a copy adds to what is learned, not to the thresholds
+                continue
+            height, width = batch.embeddings.shape[1:3]
+            pieces: list[Piece] = [
+                (views[image], (row // height, column // width), 0)
+                for image, (row, column) in zip(batch.images, corners, strict=True)
+            ]
+            columns = batch.images, pieces, *_score_tiles(model, batch, pieces)
+            for image, (view, (row, column), _), patches, score, peak in zip(*columns, strict=True):
+                if image not in scores:
+                    rows, across = (len(tiles) for tiles in view.axes)
+                    mosaic = np.full((rows * height, across * width), np.nan, np.float32)
+                    scores[image] = HeldOutScores(image, score, peak, mosaic)
+                scores[image].add(score, peak, patches, row * height, column * width)
+            progress(len(scores))
+        for held in worst(scores)[COUNT:]:
+            held.patches = None
+        return scores
 
     def _parts(self) -> Iterator[CachedFeatures]:
         used = [i for i in sorted(self.facts) if i in self.images]
@@ -312,52 +340,29 @@ class CachedFeatures(PatchSet):
             yield self.only(frozenset(used[first : first + _PART]))
 
 
-def scores_of(
-    model: Model,
-    batches: Iterable[PatchBatch],
-    views: Mapping[int, View],
-    progress: Callable[[int], None] = lambda done: None,
-) -> dict[int, HeldOutScores]:
-    """Scores of images, by image number; only the `COUNT` highest keep their patch scores.
+def _score_tiles(
+    model: Model, batch: PatchBatch, pieces: Sequence[Piece]
+) -> tuple[NDArray[np.float32], list[float], list[float]]:
+    """Patch scores (B, h, w), image scores and highest map values of whole images or tiles.
 
     Args:
         model: the model that scores.
-        batches: the images' patches; turned copies aren't scored.
-        views: the geometry of each network input, by image number.
-        progress: called with the number of images scored so far.
+        batch: their patches.
+        pieces: layout, tile and turn of each.
     """
-    by_image: dict[int, HeldOutScores] = {}
     settings = model.config.model
-    if METHODS[settings.kind].one_grid:  # such a method has neither tiles nor turned copies
-        batches = _joined(batches)
-    for batch in batches:
-        corners = batch.corners or ((0, 0),) * len(batch.images)
-        if turn_of(corners[0][0])[0]:  # a copy adds to what is learned, not to the thresholds
-            continue
-        height, width = batch.embeddings.shape[1:3]
-        pieces: list[Piece] = [
-            (views[image], (row // height, column // width), 0)
-            for image, (row, column) in zip(batch.images, corners, strict=True)
-        ]
-        patches, scores = model.score_patches(batch.embeddings, pieces, batch.inside)
-        shown = without_halo(patches.scores, settings.halo_damping)
-        maps = network_map(shown, pieces[0][0].size, settings.smoothing, batch.inside)
-        peaks = image_scores(patches.scores, maps, "map_max")
-        columns = batch.images, pieces, as_numpy(patches.scores), scores.tolist(), peaks.tolist()
-        for image, (view, (row, column), _), values, score, peak in zip(*columns, strict=True):
-            if image not in by_image:
-                rows, across = (len(tiles) for tiles in view.axes)
-                mosaic = np.full((rows * height, across * width), np.nan, np.float32)
-                by_image[image] = HeldOutScores(image, score, peak, mosaic)
-            by_image[image].add(score, peak, values, row * height, column * width)
-        progress(len(by_image))
-    for held in worst(by_image)[COUNT:]:
-        held.patches = None
-    return by_image
+    patches, scores = model.score_patches(batch.embeddings, pieces, batch.inside)
+    shown = without_halo(patches.scores, settings.halo_damping)
+    maps = network_map(shown, pieces[0][0].size, settings.smoothing, batch.inside)
+    peaks = image_scores(patches.scores, maps, "map_max")
+    return as_numpy(patches.scores), scores.tolist(), peaks.tolist()
 
 
 def _joined(batches: Iterable[PatchBatch]) -> Iterator[PatchBatch]:
-    """Larger batches, each of `_TOGETHER` batches of whole images on one grid."""
+    """Larger batches, each of `_TOGETHER` batches of whole images on one grid.
+
+    For methods with one grid, which have neither tiles nor turned copies.
+    """
     rest = iter(batches)
     while group := list(islice(rest, _TOGETHER)):
         masks = [batch.inside for batch in group if batch.inside is not None]

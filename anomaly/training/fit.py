@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -233,54 +233,39 @@ def _fit(
         calibrate: find thresholds.
     """
 
-    def fitted(part: CachedFeatures) -> Model:
-        return setup.model(setup.fitter.fit(part, stages.of("scorer")))
+    def fitted(images: Container[int]) -> Model:
+        return setup.model(setup.fitter.fit(features.only(images), stages.of("scorer")))
 
-    model = fitted(features)
+    def scored(images: Mapping[int, Sample]) -> tuple[GoodScores, tuple[HeldOutScores, ...]]:
+        part, progress = features.only(images), stages.of("calibration")
+        return cross_fit(model, part, setup.fitter, images, progress=progress)
+
+    learned = {i: samples[i] for i in sorted(features.facts)}
+    model = fitted(learned)
     stages.end("scorer")
-    images = tuple(sorted(features.facts))
-    pictures = features.pictures()
-    _warn_of_copies(pictures)
-    looks = {i: facts.look for i, facts in features.facts.items()}
-    if near := near_copies(dict(enumerate(samples)), looks):
-        log.warning("%s", near)
-    config = setup.config
+    _warn_of_copies(features, samples)
+    config, pictures = setup.config, features.pictures()
     leave_out = config.model.leave_out_suspects
     if not (calibrate or leave_out):
-        return Training(model, images, stages.seconds)
-
-    def scored(
-        part: CachedFeatures, used: Collection[int]
-    ) -> tuple[GoodScores, tuple[HeldOutScores, ...]]:
-        return cross_fit(
-            model,
-            part,
-            setup.fitter,
-            {i: samples[i].name for i in used},
-            pictures,
-            groups={i: group for i in used if (group := samples[i].group)},
-            progress=stages.of("calibration"),
-        )
-
-    good, suspects = scored(features, images)
+        return Training(model, tuple(learned), stages.seconds)
+    good, suspects = scored(learned)
     scores = standing_out(good)
     # One score of a picture stands for all copies, which are to be named as well.
-    outlying = {pictures[i]: s for i in images if (s := scores.get(samples[i].name)) is not None}
+    outlying = {pictures[i]: scores[s.name] for i, s in learned.items() if s.name in scores}
     copies = sorted(
-        (i for i in images if pictures[i] in outlying), key=lambda i: -outlying[pictures[i]]
+        (i for i in learned if pictures[i] in outlying), key=lambda i: -outlying[pictures[i]]
     )
     stand_out = {samples[i].name: outlying[pictures[i]] for i in copies}
     if leave_out and stand_out:
-        images = tuple(i for i in images if pictures[i] not in outlying)
-        rest = features.only(frozenset(images))
-        model = fitted(rest)
-        good = replace(scored(rest, images)[0], stood_out=len(stand_out))
+        learned = {i: s for i, s in learned.items() if pictures[i] not in outlying}
+        model = fitted(learned)
+        good = replace(scored(learned)[0], stood_out=len(stand_out))
     if calibrate:
         rates = config.calibration
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
         model = replace(model, thresholds=thresholds)
     stages.end("calibration")
-    return Training(model, images, stages.seconds, suspects, stand_out)
+    return Training(model, tuple(learned), stages.seconds, suspects, stand_out)
 
 
 def standing_out(good: GoodScores) -> dict[str, float]:
@@ -316,11 +301,9 @@ def cross_fit(
     model: Model,
     patches: CachedFeatures,
     fitter: Fitter[Any],
-    names: Mapping[int, str],
-    pictures: Mapping[int, str],
+    samples: Mapping[int, Sample],
     *,
     folds: int = _FOLDS,
-    groups: Mapping[int, str],
     progress: Progress = lambda done, total: None,
 ) -> tuple[GoodScores, tuple[HeldOutScores, ...]]:
     """Score each training image by a model that hasn't learned from it.
@@ -331,12 +314,10 @@ def cross_fit(
         model: the model fitted on all of `patches`.
         patches: patches of the training images; features are read, never computed again.
         fitter: the fitter that the model was fitted with.
-        names: names of the images used, by image number.
-        pictures: a hash of each image's pixels, by image number. Copies of one picture are held
-            out together and count once.
+        samples: the images used, by image number. Copies of one picture are held out together and
+            count once. Images of a group stay in one part, unless there is one group only. A copy
+            belongs to the group of the first image of its picture.
         folds: number of parts, at most.
-        groups: the group of each image that has one. Images of a group stay in one part, unless
-            there is one group only. A copy belongs to the group of the first image of its picture.
         progress: called with (images scored, number of images).
 
     Returns:
@@ -346,7 +327,8 @@ def cross_fit(
     Raises:
         DataError: too few images, or none but those of one fold.
     """
-    indices = sorted(names)
+    indices, pictures = sorted(samples), patches.pictures()
+    groups = {i: group for i in indices if (group := samples[i].group)}
     first_of: dict[str, int] = {}
     originals = {i: first_of.setdefault(pictures[i], i) for i in indices}
     distinct = sorted(set(originals.values()))
@@ -358,15 +340,10 @@ def cross_fit(
     scores: dict[int, HeldOutScores] = {}
     grouped = bool(known_groups) or len(distinct) < len(indices)
     for images, scorer in fitter.held_out(model.scorer, patches, divided, grouped=grouped):
-        part = patches.only(frozenset(images))
-        scores.update(
-            part.scores(
-                replace(model, scorer=scorer),
-                lambda done: progress(len(scores) + done, len(indices)),
-            )
-        )
+        part, without = patches.only(frozenset(images)), replace(model, scorer=scorer)
+        scores.update(part.scores(without, lambda done: progress(len(scores) + done, len(indices))))
     source = f"{len(distinct)} training images, each scored by a model that hasn't seen it"
-    good = good_scores([names[i] for i in distinct], [scores[i] for i in distinct], source)
+    good = good_scores([samples[i].name for i in distinct], [scores[i] for i in distinct], source)
     return replace(good, groups=units if groups else None), tuple(worst(scores)[:COUNT])
 
 
@@ -395,7 +372,9 @@ def split(
     return [tuple(part) for part in parts.values()]
 
 
-def _warn_of_copies(pictures: Mapping[int, str]) -> None:
+def _warn_of_copies(features: CachedFeatures, samples: Sequence[Sample]) -> None:
+    """Warn of training images that are copies of others, or nearly."""
+    pictures = features.pictures()
     different = len(set(pictures.values()))
     if copies := len(pictures) - different:
         log.warning(
@@ -406,6 +385,9 @@ def _warn_of_copies(pictures: Mapping[int, str]) -> None:
             len(pictures),
             different,
         )
+    looks = {i: facts.look for i, facts in features.facts.items()}
+    if near := near_copies(dict(enumerate(samples)), looks):
+        log.warning("%s", near)
 
 
 def _check_labels(

@@ -1,6 +1,7 @@
 """Cross-fitted scores against brute force; folds that never part a group."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -12,13 +13,14 @@ from kit import bare_model
 from patch_lists import PatchList
 
 from anomaly.calibration.thresholds import GoodScores
+from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing
 from anomaly.methods.base import PatchBatch
 from anomaly.methods.padim import GaussianFitter
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from anomaly.scoring.model import Model, network_map
-from anomaly.training.features import scores_of
+from anomaly.training.features import CachedFeatures
 from anomaly.training.fit import cross_fit, split
 
 CPU = torch.device("cpu")
@@ -35,8 +37,7 @@ class _Patches(PatchList):
         assert view.size == SIZE
         return {image: view for batch in self for image in batch.images}
 
-    def scores(self, model: Model, progress: Any) -> dict[int, Any]:
-        return scores_of(model, self, self.views, progress)
+    scores = CachedFeatures.scores
 
 
 def _patches(images: int, copies: Sequence[int] = ()) -> tuple[_Patches, torch.Tensor]:
@@ -71,12 +72,12 @@ def _cross_fit(
 ) -> tuple[GoodScores, Model]:
     """Scores of images named by their numbers, none a copy unless hashes say so."""
     detector, fitter = _fitted(kind, patches)
-    names = {i: str(i) for i in patches.views}
-    told: list[tuple[int, int]] = []
+    samples = {i: Sample(Path(), str(i), group=groups.get(i)) for i in patches.views}
+    features, told = cast(Any, patches), list[tuple[int, int]]()
+    features.pictures = lambda: hashes or {i: str(i) for i in samples}
     good, _ = cross_fit(
-        detector, cast(Any, patches), fitter, names, hashes or names, folds=folds, groups=groups,
-        progress=lambda done, total: told.append((done, total)),
-    )  # fmt: skip
+        detector, features, fitter, samples, folds=folds, progress=lambda *done: told.append(done)
+    )
     assert told[-1][0] == told[-1][1]
     return good, detector
 
@@ -149,7 +150,9 @@ def test_of_tiles_the_worst_one_counts() -> None:
     view = Sizing(None, None, 32, 32, tile=64, overlap=0).view((64, 128))
     corners = ((0, 0), (0, GRID[1])) * 2
     tiles = PatchBatch(every + torch.tensor([3.0, 0, 0, 2]).view(4, 1, 1, 1), (0, 0, 1, 1), corners)
-    found = scores_of(detector, [tiles], {0: view, 1: view})
+    features: Any = PatchList([tiles])
+    features.views = {0: view, 1: view}
+    found = CachedFeatures.scores(features, detector)
     scores = detector.scorer.score(tiles.embeddings).scores
     best, peaks = scores.amax((1, 2)).tolist(), network_map(scores, (32, 32), 0).amax((1, 2))
     assert best[0] > best[1]

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import RUNS, Command, train_arguments, with_note, write_part, write_product
+from patch_lists import PatchList
 
 from anomaly.calibration.thresholds import GoodScores
 from anomaly.imaging.geometry import Sizing
 from anomaly.methods.base import PatchBatch, PatchScores
 from anomaly.storage.models import load_model
-from anomaly.training.features import COUNT, scores_of, worst
+from anomaly.training.features import COUNT, CachedFeatures, worst
 from anomaly.training.fit import standing_out
 
 
@@ -92,7 +93,9 @@ def test_the_worst_are_kept_whole_however_batches_cut_them() -> None:
         config=SimpleNamespace(model=settings),
         score_patches=lambda e, *_: (PatchScores(e[..., 0]), e.amax((1, 2, 3))),
     )
-    found = scores_of(model, _batches(scores, 3, 3), dict.fromkeys(range(13), view))
+    patches: Any = PatchList(_batches(scores, 3, 3))
+    patches.views = dict.fromkeys(range(13), view)
+    found = CachedFeatures.scores(patches, model)
     order = scores.amax((1, 2)).argsort(descending=True)[:COUNT].tolist()
     assert [held.image for held in worst(found)[:COUNT]] == order
     assert [i for i in found if found[i].patches is not None] == sorted(order)
