@@ -165,7 +165,7 @@ Fold: TypeAlias = tuple[int, ...]  # training images that are left out together
 
 @dataclass(frozen=True)
 class PatchScores:
-    """Scores of patches: tensors of a `Scorer`, arrays of an `ArrayScorer`.
+    """Scores of patches: tensors, or arrays from an exported model's scorer.
 
     Attributes:
         scores: (B, h, w) float32, a distance (never squared); higher is more anomalous.
@@ -176,10 +176,11 @@ class PatchScores:
     nearest: Array | None = None
 
 
-class ArrayScorer(Protocol):
-    """A model of good patches that scores arrays; all that an exported model has.
+class Scorer(Protocol):
+    """An immutable model of good patches; default bodies serve most methods.
 
-    It takes and gives numpy arrays where it stands alone, and tensors where it is a `Scorer`.
+    The scorer of an exported model takes and returns NumPy arrays where others have tensors. It is
+    asked for `unit`, `dimensions`, `score`, `weighted` and `image_scores` alone.
     """
 
     @property
@@ -214,10 +215,6 @@ class ArrayScorer(Protocol):
         """
         values = scores.scores
         return module_of(values).amax(values.reshape(len(values), -1), 1)
-
-
-class Scorer(ArrayScorer, Protocol):
-    """An immutable model of good patches; default bodies serve most methods."""
 
     @property
     def align(self) -> Align:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
+import numpy as np
 
 from anomaly.config.schema import METHODS, Config, ImageConfig, ShapeConfig
 from anomaly.errors import ConfigError, ModelError
 from anomaly.files.writing import at_home
 from anomaly.imaging.alignment import Reference
+from anomaly.imaging.arrays import Array
 from anomaly.imaging.geometry import DrawnMask, Polygons, Region, Shape, Sizing
 from anomaly.imaging.loading import Preprocessing
 from anomaly.imaging.pool import read_one
 from anomaly.imaging.read import Decoding, read_mask
-from anomaly.methods.base import ArrayScorer, Fitter, Scorer
+from anomaly.methods.base import Fitter, Scorer
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from anomaly.backbones.extractor import FeatureExtractor, Normalisation
 
@@ -89,38 +90,22 @@ def fitter_of(config: Config) -> Fitter[Any]:
     return fitter
 
 
-def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) -> Scorer:
+def scorer_of(config: Config, tensors: Mapping[str, Array]) -> Scorer:
     """The scorer of a saved model.
 
     Args:
         config: all settings.
-        tensors: tensors of `Scorer.tensors`, by name.
-        device: device for the scorer.
+        tensors: result of `Scorer.tensors`; arrays for the scorer of an exported model.
 
     Raises:
-        ModelError: the tensors don't belong to the config's method.
+        ModelError: the tensors don't belong to the config's method, or they are arrays and the
+            method needs torch.
     """
     method = METHODS[config.model.kind]
-    scorer: Scorer = import_module(method.arrays or method.module).scorer(
-        tensors, config.model.model_dump()
-    )
-    return scorer.to(device)
-
-
-def array_scorer_of(config: Config, tensors: dict[str, NDArray[Any]]) -> ArrayScorer:
-    """The scorer of an exported model, which computes with numpy alone.
-
-    Args:
-        config: all settings.
-        tensors: arrays of `Scorer.tensors`, by name.
-
-    Raises:
-        ModelError: the tensors don't belong to the config's method, or the method needs torch.
-    """
-    method = METHODS[config.model.kind]
-    if not method.arrays:
+    if not method.arrays and any(isinstance(value, np.ndarray) for value in tensors.values()):
         raise ModelError(f"{method.title} computes with torch alone, so it can't be exported")
-    scorer: ArrayScorer = import_module(method.arrays).scorer(tensors, config.model.model_dump())
+    module = import_module(method.arrays or method.module)
+    scorer: Scorer = module.scorer(tensors, config.model.model_dump())
     return scorer
 
 

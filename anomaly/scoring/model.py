@@ -263,8 +263,8 @@ class Model(ImageStages):
     """A trained model: backbone, alignment, patch scores, image scores, predictions.
 
     Nothing in it changes while it runs, so threads may share it. Embeddings and patch scores are
-    tensors; numpy arrays where an `ExportedNetwork` and an `ArrayScorer` stand in for extractor and
-    scorer, with nothing to normalise, and torch may be absent.
+    tensors. In an exported model they are NumPy arrays: its extractor is an `ExportedNetwork`,
+    which normalises by itself, and torch may be absent.
 
     Attributes:
         scorer: scorer of patch embeddings, fitted to good patches.

@@ -31,7 +31,7 @@ from anomaly.files.writing import share
 from anomaly.imaging.alignment import Reference
 from anomaly.imaging.geometry import DrawnMask, Region
 from anomaly.runtime import CPU, __version__, device_of, get_threads, has_bf16
-from anomaly.scoring.build import MASKS, array_scorer_of, region_of, scorer_of, to_dict
+from anomaly.scoring.build import MASKS, region_of, scorer_of, to_dict
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import (
@@ -150,7 +150,7 @@ def _torch_stages(
         return {
             "extractor": extractor.to(device, _precision(config.precision, device, precision)),
             "normalise": Normalisation(*colours),
-            "scorer": scorer_of(config, _tensors(folder / SCORER), device),
+            "scorer": scorer_of(config, _tensors(folder / SCORER)).to(device),
             "device": device,
         }
     except (AnomalyError, MemoryError, torch.OutOfMemoryError):
@@ -241,7 +241,7 @@ def exported_stages(
     return {
         "extractor": ExportedNetwork(graph, tuple(strides), patch),
         "normalise": None,  # the graph does
-        "scorer": array_scorer_of(config, read_tensors(folder / SCORER)),
+        "scorer": scorer_of(config, read_tensors(folder / SCORER)),
         "device": CPU,
     }
 

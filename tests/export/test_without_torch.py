@@ -21,7 +21,7 @@ from kit import table
 from anomaly.config.schema import METHODS, Method
 from anomaly.errors import ModelError
 from anomaly.methods.patchcore.search import NearestNeighbors
-from anomaly.scoring.build import array_scorer_of, scorer_of
+from anomaly.scoring.build import scorer_of
 from anomaly.scoring.model import image_scores, network_map
 from anomaly.storage.models import load_model
 
@@ -167,8 +167,8 @@ def test_scorers_are_torchs(folder: str, request: pytest.FixtureRequest) -> None
     detector = load_model(request.getfixturevalue(folder), "cpu", "fp32")
     tensors = detector.scorer.tensors()
     arrays = {name: value.numpy() for name, value in tensors.items()}
-    array_scorer = array_scorer_of(detector.config, arrays)
-    torch_scorer = scorer_of(detector.config, dict(tensors), CPU)
+    array_scorer = scorer_of(detector.config, arrays)
+    torch_scorer = scorer_of(detector.config, tensors)
     assert array_scorer.unit == torch_scorer.unit
     assert array_scorer.dimensions == torch_scorer.dimensions
     height, width = arrays.get("grid", np.array([9, 7]))
@@ -191,7 +191,7 @@ def test_scorers_are_torchs(folder: str, request: pytest.FixtureRequest) -> None
         with pytest.raises(type(mine.value)):
             torch_scorer.score(torch.from_numpy(wrong))
     with pytest.raises(ModelError, match="missing or unknown"):
-        array_scorer_of(detector.config, {})
+        scorer_of(detector.config, {})
 
 
 def test_maps_and_image_scores_are_torchs() -> None:
@@ -217,4 +217,4 @@ def test_a_method_without_such_a_form_is_refused(
     config = load_model(run_folder, "cpu").config
     monkeypatch.setitem(METHODS, "patchcore", Method("Mean embedding", "mean_embedding"))
     with pytest.raises(ModelError, match="Mean embedding computes with torch alone"):
-        array_scorer_of(config, {})
+        scorer_of(config, {"mean": np.ones(3)})

@@ -49,4 +49,4 @@ def test_a_method_from_elsewhere_goes_through_all_commands(
 
     config = parse_config({"model": {"kind": "mean"}}, "a test")
     with pytest.raises(ModelError, match="vectors"):
-        scorer_of(config, {"vectors": torch.ones(3, 2)}, torch.device("cpu"))
+        scorer_of(config, {"vectors": torch.ones(3, 2)})

@@ -126,13 +126,13 @@ def test_each_tensor_of_the_scorer(
     whole = load_file(model / "scorer.safetensors")
     put(model / "scorer.safetensors", whole | {"another": torch.zeros(3)})
     assert attempt(model) is None
-    scorer_of(config, whole, torch.device("cpu"))
+    scorer_of(config, whole)
     for what, tensors in tampered(whole):
         # Spacing is asked for where the settings want it; a projection cut is of another network.
         if what in ("spacing missing", "projection cut"):
             continue
         with pytest.raises(ModelError):
-            scorer_of(config, tensors, torch.device("cpu"))
+            scorer_of(config, tensors)
 
 
 def test_each_tensor_of_the_training_images_look(bank: Path) -> None:
