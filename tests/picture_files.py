@@ -1,4 +1,4 @@
-"""Pictures and the files that tests make of them. Nothing here reads a file."""
+"""Pictures, the files that tests make of them, and what reading gives: pixels or a refusal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,25 @@ import zlib
 
 import cv2
 import numpy as np
+import pytest
 from PIL import Image as Pil
 
+from anomaly.errors import ImageError
+from anomaly.imaging.read import Decoding, read_image
+
 H, W = 37, 53
+
+
+def decode(data):
+    return read_image(data).pixels
+
+
+def refused(source, **options):
+    """The error of an image, from a file or memory, that must be refused; it names the file."""
+    with pytest.raises(ImageError) as caught:
+        read_image(source, Decoding(**options))
+    assert isinstance(source, bytes) or str(source) in str(caught.value)
+    return caught.value
 
 
 def picture():
@@ -72,13 +88,11 @@ def chunk(kind, content):
     return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
 
 
-def png(width, height, depth, colour, idat, *before):
-    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
-    return b"".join(
-        [b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", header), *before]
-        + [chunk(b"IDAT", part) for part in idat]
-        + [chunk(b"IEND", b"")]
-    )
+def png(width, height, depth, colour, idat, *before, interlace=0):
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace)
+    data = [chunk(b"IDAT", part) for part in idat]
+    chunks = [chunk(b"IHDR", header), *before, *data, chunk(b"IEND", b"")]
+    return b"".join([b"\x89PNG\r\n\x1a\n", *chunks])
 
 
 def written(folder, data, name="part.png"):

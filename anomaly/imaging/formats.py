@@ -295,14 +295,12 @@ def jpeg(data: bytes) -> ImageHeader:
         raise damaged("its JPEG headers contradict each other") from None
     if not frame:
         raise damaged("it is cut short: the JPEG header is missing")
-    if frame not in _DECODABLE:
-        raise unsupported("it is a lossless or hierarchical JPEG; save it as PNG")
-    if precision != 8:
-        raise unsupported(f"it is a {precision}-bit JPEG; save it as 16-bit PNG or TIFF")
-    if len(missing) not in _COMPONENTS:
-        raise unsupported(f"it is a JPEG of {len(missing)} channels; save it in RGB or grey")
-    if not (height and width):
-        raise unsupported("its JPEG header gives no height or width")
+    is_common = frame in _DECODABLE and precision == 8 and len(missing) in _COMPONENTS
+    if not (is_common and height and width):
+        raise unsupported(
+            "it is a JPEG of a rare kind: CMYK, lossless, hierarchical, of more than 8 bits, or "
+            "without a height; save it as 8-bit RGB or grey, or as PNG"
+        )
     if any(bits.any() for bits in missing.values()):
         raise damaged("it is cut short: some scans of the JPEG are missing")
 

@@ -1,14 +1,14 @@
 """Patch scores -> the anomaly map in an image's own pixels, and its defects. Imports no torch.
 
 A patch's receptive field is many times the patch's size, so a small defect raises the scores of all
-patches around it. `without_halo` damps this halo before the map is made.
+patches around it: a halo, which `without_halo` damps before the map is made.
 
 Bilinear up-sampling, Gaussian smoothing and the way back through resize and crop are all linear
 and act on rows and columns apart. Together they are one small matrix for each axis, so a map is
 `rows @ scores @ columns.T`: exact, without padding artefacts, and any strip of it can be had alone.
 
-Blending overlapping tiles is linear and acts on each axis apart as well: an axis cut into pieces
-has the pieces' matrices side by side, each fading out where the next one takes over.
+Blending overlapping tiles is linear and acts on each axis apart as well: the matrix of an axis cut
+into pieces is the sum of the pieces' matrices, each fading out where the next one takes over.
 
 Patches that don't count (NaN) take no part: each pixel is a weighted mean of the patches that
 count, so nothing bleeds in from outside a region and the region's rim isn't dimmed.
@@ -30,9 +30,9 @@ from anomaly.imaging.arrays import Array, module_of
 from anomaly.imaging.geometry import Axis, AxisView, Region, View, patch_size
 from anomaly.runtime import one_blas_thread
 
-# A pixel whose patches that count have less weight is NaN: the blur hardly reaches it.
+# A pixel is NaN if the patches that count have less weight than this: the blur hardly reaches it.
 LEAST_WEIGHT = 1e-4
-# A defect ends where the map has come down to this share of the way from the image's usual value to
+# A defect ends where the map has fallen to this share of the way from the image's usual value to
 # the peak within `_REACH` patches; fitted to the widths and heights of ground-truth masks.
 _EXTENT = 0.6
 _REACH = 2
@@ -42,15 +42,15 @@ _PIXELS_SHOWN = 2  # pixels of a heatmap for each pixel of the network's input, 
 
 @dataclass(frozen=True, eq=False)
 class SourceMap:
-    """The anomaly map of one image in its own pixels, computed at each call.
+    """Anomaly map of one image in its own pixels, computed at each call.
 
     Attributes:
-        scores: patch scores (h, w), with tiles of their whole mosaic; NaN doesn't count.
+        scores: patch scores (h, w); with tiles, of their mosaic. NaN doesn't count.
         view: geometry from the image to the network's input.
         smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
         halo_damping: exponent γ that lowers a patch beside a higher one, see `without_halo`.
         region: region of the image that counts; None for the whole image.
-        values: the whole map (H0, W0) if it is kept; None to compute it at each call.
+        values: the whole map (H0, W0); None to compute it at each call.
     """
 
     scores: NDArray[np.float32]
@@ -62,6 +62,9 @@ class SourceMap:
 
     def __call__(self, strip: slice | None = None) -> NDArray[np.float32]:
         """The map, or some of its rows: a large image's whole map may not fit into memory.
+
+        Args:
+            strip: rows of the map; None for all.
 
         Returns:
             (H0, W0) or (rows, W0) float32; NaN where a crop hid the image from the network, and
@@ -76,18 +79,19 @@ class SourceMap:
 
     @cached_property
     def _whole(self) -> NDArray[np.float32]:
-        # Turning a part back takes pixels from anywhere, so each strip needs the whole map.
+        """The whole map in the part's coordinates."""
+        # Rows of a turned part come from anywhere in this map, so each strip needs all of it.
         return self._in_part(slice(None))
 
     def _in_part(self, strip: slice) -> NDArray[np.float32]:
-        """Rows of the map in the part's coordinates, which are the image's if it has no pose."""
+        """Rows of the map in the part's coordinates; without a pose, they are the image's."""
         values = source_map(self._shown, self.view, self.smoothing, strip)
         if self.region is not None:
             values[~self.region.inside(self.view.source, strip)] = np.nan
         return values
 
     def held(self) -> SourceMap:
-        """The same map with its values kept, to be read several times; unless it is very large."""
+        """The same map with its values kept, to be read several times; a huge map is not kept."""
         height, width = self.view.source
         if self.values is not None or height * width > _HELD_PIXELS:
             return self
@@ -104,10 +108,10 @@ class SourceMap:
         return replace(self, view=view, values=None)
 
     def level(self, threshold: float) -> SourceMap:
-        """The map's least value at each pixel for the pixel to belong to a defect, as a map.
+        """Least map value at each pixel for the pixel to belong to a defect, as a map.
 
         The map blurs a sharp defect, so its extent is measured like that of any blurred peak:
-        where the map has come down a given part of the way from the peak to the image's usual
+        where the map has fallen by a given share of the way from the peak to the image's usual
         value. Both are values of the map at the patches' centres: the peak is the highest of 5 × 5
         patches, at least the threshold; the usual value is the median, at most the threshold.
 
@@ -124,11 +128,13 @@ class SourceMap:
 
     @property
     def _tiles(self) -> tuple[int, int]:
+        """Number of rows and of columns of tiles."""
         rows, columns = self.view.axes
         return len(rows), len(columns)
 
     @cached_property
     def _shown(self) -> NDArray[np.float32]:
+        """Patch scores (h, w) without halos."""
         shown: NDArray[np.float32] = without_halo(self.scores, self.halo_damping, self._tiles)
         return shown
 
@@ -136,13 +142,13 @@ class SourceMap:
 def without_halo(scores: Array, damping: float, tiles: tuple[int, int] = (1, 1)) -> Array:
     """Patch scores, lowered beside higher ones: s · (s / highest of 3 × 3)^γ.
 
-    A patch that is the highest among its eight neighbours keeps its score, and so does a plateau.
+    A patch that no neighbour exceeds keeps its score.
 
     Args:
         scores: (…, h, w), at least 0, a tensor or a numpy array; NaN doesn't count.
         damping: γ; 0 for none.
-        tiles: number of tiles (rows, columns) whose grids make up h and w. Patches of two tiles
-            aren't compared: tiles overlap, so these patches aren't neighbours in the image.
+        tiles: number of tiles (rows, columns) whose grids make up h and w. Patches of different
+            tiles aren't compared: tiles overlap, so such patches aren't neighbours in the image.
 
     Returns:
         Damped scores (…, h, w), of the kind of `scores`.
@@ -155,7 +161,7 @@ def without_halo(scores: Array, damping: float, tiles: tuple[int, int] = (1, 1))
 
 
 def _highest_around(scores: Array, tiles: tuple[int, int], reach: int = 1) -> Array:
-    """The highest score (…, h, w) within `reach` rows and columns of each patch, in its tile."""
+    """Highest score (…, h, w) within `reach` rows and columns of each patch, in the same tile."""
     *lead, height, width = scores.shape
     rows, columns = tiles
     each = scores.reshape(*lead, rows, height // rows, columns, width // columns)
@@ -165,7 +171,7 @@ def _highest_around(scores: Array, tiles: tuple[int, int], reach: int = 1) -> Ar
 
 
 def _highest_beside(scores: Array, axis: int) -> Array:
-    """The highest of each value and its two neighbours along an axis; NaN doesn't count."""
+    """Highest of each value and its two neighbours along an axis; NaN doesn't count."""
     fmax, along = module_of(scores).fmax, scores.swapaxes(axis, 0)
     highest = along + 0
     highest[1:] = fmax(highest[1:], along[:-1])
@@ -174,7 +180,12 @@ def _highest_beside(scores: Array, axis: int) -> Array:
 
 
 def _one_pixel_a_patch(view: View, grid: tuple[int, ...]) -> View:
-    """The view of an image whose pixels are the patches' centres, tile by tile."""
+    """View of an image with one pixel for each patch, at the patch's centre, tile by tile.
+
+    Args:
+        view: view of the original image.
+        grid: (h, w) of the patches; with tiles, of their mosaic.
+    """
     rows, columns = (
         tuple(AxisView(n, piece.size, 0, piece.size, i * n) for i, piece in enumerate(pieces))
         for pieces, n in ((p, count // len(p)) for p, count in zip(view.axes, grid, strict=True))
@@ -185,17 +196,17 @@ def _one_pixel_a_patch(view: View, grid: tuple[int, ...]) -> View:
 def source_map(
     scores: NDArray[np.float32], view: View, smoothing: float, strip: slice | None = None
 ) -> NDArray[np.float32]:
-    """The anomaly map of one image in its own pixels.
+    """Anomaly map of one image in its own pixels.
 
     Args:
-        scores: patch scores (h, w), with tiles of their whole mosaic; NaN doesn't count.
+        scores: patch scores (h, w); with tiles, of their mosaic. NaN doesn't count.
         view: geometry from the image to the network's input.
         smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
         strip: rows of the original image to compute; None for all.
 
     Returns:
         (H0, W0) or (rows, W0) float32 in score units; NaN where a crop hid the image from the
-        network, and where no patch near by counts.
+        network, and where no nearby patch counts.
     """
     strip, missing = strip or slice(None), np.isnan(scores)
     with one_blas_thread():
@@ -273,7 +284,14 @@ def map_matrix(patches: int, axis: AxisView, smoothing: float) -> NDArray[np.flo
 def _resampled(
     values: NDArray[np.float32], view: View, smoothing: float, strip: slice
 ) -> NDArray[np.float32]:
-    """Rows of rows' matrix @ patch values (h, w) @ columns' matrix.T, in original pixels."""
+    """Patch values brought to original pixels: some rows of (row matrix @ values @ column matrixᵀ).
+
+    Args:
+        values: patch values (h, w); with tiles, of their mosaic.
+        view: geometry from the image to the network's input.
+        smoothing: standard deviation of the Gaussian in network pixels.
+        strip: rows of the original image.
+    """
     start, stop, _ = strip.indices(view.source[0])
     wide = np.zeros((max(0, stop - start), values.shape[1]), np.float32)
     for axis, patches, block in _blocks(values.shape[0], view.rows, smoothing):
@@ -288,7 +306,11 @@ def _resampled(
 
 
 def _shares(pieces: Axis) -> list[NDArray[np.float64]]:
-    """Weights (source,) of each piece in its original pixels; they fade linearly and sum to 1."""
+    """Weights (source,) of each piece in its original pixels; they fade linearly and sum to 1.
+
+    Args:
+        pieces: one axis of a view, whose tiles overlap.
+    """
     total = np.zeros(pieces[-1].stop)
     fades = []
     for i, piece in enumerate(pieces):
@@ -308,10 +330,14 @@ def _shares(pieces: Axis) -> list[NDArray[np.float64]]:
 def _interpolated(
     positions: NDArray[np.float64], values: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Linear interpolation between rows of `values` at k + 0.5, constant beyond the outer ones.
+    """Linear interpolation between the rows of a matrix, constant beyond the outer ones.
+
+    Args:
+        positions: positions (m,); row k lies at k + 0.5.
+        values: the matrix (k, n).
 
     Returns:
-        (len(positions), values.shape[1]).
+        (m, n).
     """
     count = len(values)
     place = np.clip(positions - 0.5, 0, count - 1)
@@ -321,7 +347,7 @@ def _interpolated(
 
 
 MARKED, FAINT = 255, 1
-_STRIP_PIXELS = 8_000_000
+_STRIP_PIXELS = 8_000_000  # pixels of a map that are computed or drawn at once
 _NEAR_HIGHEST = 0.9  # share of the peak to outline if a rejected image reaches no threshold
 _LEAST = 1e-12  # least threshold, so that a map of zeros is never marked
 
@@ -335,12 +361,12 @@ class MarkedRegion:
         y: first row of the bounding box.
         width: width of the bounding box.
         height: height of the bounding box.
-        area: number of marked pixels.
+        area: area in pixels.
         peak_score: highest value of the anomaly map in the region, in score units.
         peak_x: column of the highest value.
         peak_y: row of the highest value.
-        width_uncertainty: a patch's width; the width is about as uncertain.
-        height_uncertainty: a patch's height.
+        width_uncertainty: uncertainty of the width: the width of a patch.
+        height_uncertainty: uncertainty of the height: the height of a patch.
         length: longer side of the narrowest rotated box around the region.
         thickness: shorter side of that box.
     """
@@ -367,7 +393,7 @@ def strips(size: tuple[int, int]) -> Iterator[slice]:
 
 
 def predicted_mask(anomaly_map: SourceMap, threshold: float) -> NDArray[np.uint8]:
-    """Mask of the defects: each reaches from its peak down to `SourceMap.level`.
+    """Mask of the defects; each reaches from its peak down to `SourceMap.level`.
 
     Args:
         anomaly_map: the anomaly map; NaN isn't marked.
@@ -381,13 +407,13 @@ def predicted_mask(anomaly_map: SourceMap, threshold: float) -> NDArray[np.uint8
 
 
 def highest(anomaly_map: SourceMap) -> float:
-    """A map's highest value, at least 0; NaN doesn't count."""
+    """Highest value of a map, at least 0; NaN doesn't count."""
     rows = strips(anomaly_map.view.source)
     return max(float(np.fmax.reduce(anomaly_map(s), axis=None, initial=0)) for s in rows)
 
 
 def _masks(anomaly_map: SourceMap, thresholds: Sequence[float]) -> list[NDArray[np.uint8]]:
-    """The predicted masks (H0, W0) of several thresholds, from one pass over the map."""
+    """Predicted masks (H0, W0) of several thresholds, from one pass over the map."""
     masks = [np.zeros(anomaly_map.view.source, np.uint8) for _ in thresholds]
     peak, reached = highest(anomaly_map), []
     for mask, threshold in zip(masks, thresholds, strict=True):
@@ -404,7 +430,7 @@ def _masks(anomaly_map: SourceMap, thresholds: Sequence[float]) -> list[NDArray[
 
 
 def _keep_with_peaks(mask: NDArray[np.uint8]) -> None:
-    """Set a mask's parts to 255 if they hold a 2 (above the threshold), those of 1 alone to 0."""
+    """Set a mask's 8-connected parts to 255 if they hold a 2, else to 0, in place."""
     left, top, width, height = cv2.boundingRect(mask)
     box = mask[top : top + height, left : left + width]
     count, labels = cv2.connectedComponents(box, connectivity=8)
@@ -421,7 +447,7 @@ def outlined_areas(
     Args:
         anomaly_map: the anomaly map.
         threshold: least peak of a marked defect, in score units.
-        review: a lower value, least peak of an area with a fainter outline; None for none.
+        review: least peak of an area with a fainter outline, a lower value; None for none.
         rejected: the image is rejected. Its score may combine many patches, none of which reaches
             a threshold; then the area around the peak gets the fainter outline.
 
@@ -441,11 +467,11 @@ def outlined_areas(
 
 
 def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[MarkedRegion, ...]:
-    """The 8-connected regions of a predicted mask, the highest peak first.
+    """8-connected regions of a predicted mask, the highest peak first.
 
     Args:
         mask: (H0, W0) uint8, 0 where nothing is marked.
-        anomaly_map: the anomaly map that the mask was made from.
+        anomaly_map: anomaly map of the mask.
     """
     rows = np.flatnonzero(mask.any(axis=1))
     if not len(rows):
@@ -479,26 +505,24 @@ def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[Mar
 
 def _sides(region: NDArray[np.bool_]) -> tuple[float, float]:
     """Longer and shorter side of the narrowest rotated box around a region (H, W), in pixels."""
-    outlines, _ = cv2.findContours(
-        region.view(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE
-    )
-    sides = cv2.minAreaRect(np.vstack(outlines))[1]  # of the pixels' centres
+    lines, _ = cv2.findContours(region.view(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
+    sides = cv2.minAreaRect(np.vstack(lines))[1]  # of the pixels' centres
     return round(max(sides) + 1, 2), round(min(sides) + 1, 2)
 
 
 def _peaks(
     labels: NDArray[np.int32], top: int, anomaly_map: SourceMap, count: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Highest map value of each region, and the first pixel that has it.
+    """Highest map value of each region, and its first pixel with that value.
 
     Args:
-        labels: (H, W0), the region of each pixel in some rows of the map; 0 is the background.
+        labels: number (H, W0) of each pixel's region, in some rows of the map; 0 is background.
         top: first of these rows.
         anomaly_map: the whole map.
-        count: number of labels, background included.
+        count: number of regions, background included.
 
     Returns:
-        Peaks (count,) and their places (count, 2) as row and column of the whole map.
+        Peaks (count,), and their places (count, 2) as row and column of the whole map.
     """
     peaks = np.full(count, -np.inf, np.float32)
     places = np.zeros((count, 2), np.int64)
@@ -508,7 +532,7 @@ def _peaks(
         score = anomaly_map(slice(top + strip.start, top + strip.stop))[row, column]
         higher = peaks.copy()
         np.maximum.at(higher, label, score)
-        # Only what this strip raises moves: of equal peaks the uppermost stays.
+        # A place changes only if this strip raises the peak: of equal peaks the uppermost stays.
         at = np.flatnonzero((score == higher[label]) & (higher > peaks)[label])
         changed, first = np.unique(label[at], return_index=True)
         places[changed, 0] = row[at[first]] + top + strip.start

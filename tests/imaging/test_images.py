@@ -13,11 +13,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kit import touch
-from picture_files import H, W, by_opencv, converted, encoded, lossless_forms, picture, png, written
+from picture_files import (
+    H,
+    W,
+    by_opencv,
+    converted,
+    encoded,
+    lossless_forms,
+    picture,
+    png,
+    refused,
+    written,
+)
 from PIL import Image as Pil
 from PIL import ImageOps
 
-from anomaly.errors import DataError, ImageError
+from anomaly.errors import DataError
 from anomaly.imaging import read as images
 from anomaly.imaging.read import Decoding, list_images, read_header, read_image, read_mask
 
@@ -25,14 +36,6 @@ from anomaly.imaging.read import Decoding, list_images, read_header, read_image,
 @pytest.fixture(scope="module")
 def rgb():
     return picture()
-
-
-def refused(source, **options):
-    """The error of an image, from a file or memory, that must be refused; it names the file."""
-    with pytest.raises(ImageError) as caught:
-        read_image(source, Decoding(**options))
-    assert isinstance(source, bytes) or str(source) in str(caught.value)
-    return caught.value
 
 
 def grey_of(rgb):

@@ -5,16 +5,13 @@ import struct
 
 import numpy as np
 import pytest
+from picture_files import decode, refused
 from PIL import Image as Pil
 
 from anomaly.errors import ImageError
 from anomaly.imaging.formats import bmp
 
 H, W = 7, 11
-
-
-def decode(data):
-    return bmp(data).decode()
 
 
 def file(rows, bits, packing=0, header=40, palette=b"", height=H, width=W):
@@ -61,9 +58,8 @@ def test_pixels_dont_start_inside_the_header(bits):
     decode(bytes(data))
     for wrong in (0, 14, 53, start - 1):
         struct.pack_into("<I", data, 10, wrong)
-        with pytest.raises(ImageError, match="start inside the header") as found:
-            bmp(bytes(data))
-        assert found.value.status == "unreadable"
+        error = refused(bytes(data))
+        assert (error.status, "start inside the header" in str(error)) == ("unreadable", True)
 
 
 def test_the_fourth_byte_means_nothing():
@@ -85,9 +81,7 @@ def test_the_fourth_byte_means_nothing():
 )
 def test_headers_that_cant_be_used(options, status):
     rows = padded(noise(H, 3 * W))
-    with pytest.raises(ImageError) as caught:
-        bmp(file(rows, **options))
-    assert caught.value.status == status
+    assert refused(file(rows, **options)).status == status
 
 
 @pytest.mark.parametrize("bits", [8, 24, 32])
@@ -99,7 +93,6 @@ def test_a_header_with_a_wrong_byte_gives_no_other_pixels_than_pillow(bits):
         for value in (0, 1, 2, 43, 66, 128, 255):
             mutant = whole[:at] + bytes([value]) + whole[at + 1 :]
             try:
-                bmp(mutant)
                 decoded = decode(mutant)
             except ImageError:
                 continue

@@ -6,15 +6,8 @@ import struct
 import cv2
 import numpy as np
 import pytest
-from picture_files import converted, encoded
+from picture_files import converted, decode, encoded, refused
 from PIL import Image as Pil
-
-from anomaly.errors import ImageError
-from anomaly.imaging.formats import jpeg
-
-
-def decode(data):
-    return jpeg(data).decode()
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +30,12 @@ def test_what_is_refused_in_words(pixels):
     odd = bytearray(encoded(pixels, "JPEG"))
     odd[odd.index(b"\xff\xc0") + 11] = 0x31  # three luma samples for one of chroma
     ink = converted(pixels, "CMYK", "JPEG")
-    for data, what in ((bytes(odd), "subsampling"), (ink, "JPEG of 4 channels; save it in RGB")):
-        with pytest.raises(ImageError, match=what) as caught:
-            decode(data)
-        assert caught.value.status == "unsupported"
+    for data, what in (
+        (bytes(odd), "subsampling"),
+        (ink, "rare kind: CMYK"),
+    ):
+        error = refused(data)
+        assert (error.status, what in str(error)) == ("unsupported", True)
 
 
 @pytest.mark.parametrize("padding", [b"\0" * 16, b"\xff" * 5])
@@ -54,8 +49,7 @@ def test_padding_doesnt_hide_a_cut(pixels):
     data = encoded(pixels, "JPEG")
     start = data.index(b"\xff\xda") + 14
     for cut in range(start, len(data) - 2, 29):
-        with pytest.raises(ImageError):
-            decode(data[:cut] + bytes(5000) + b"\xff\xd9")
+        refused(data[:cut] + bytes(5000) + b"\xff\xd9")
 
 
 def test_bytes_behind_the_end_dont_matter(pixels):
@@ -66,7 +60,6 @@ def test_bytes_behind_the_end_dont_matter(pixels):
 def test_a_thumbnail_in_the_metadata_isnt_the_picture(pixels):
     exif = b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0" + encoded(pixels[:8, :8].copy(), "JPEG")
     data = encoded(pixels, "JPEG", exif=exif)
-    assert jpeg(data).size == (45, 61)
     assert decode(data).shape == (45, 61, 3)
 
 
@@ -84,19 +77,7 @@ def test_frames_of_other_kinds(pixels, offset, value, status):
     data[frame + offset] = value
     if offset == 5:
         data[frame + 6] = 0
-    with pytest.raises(ImageError) as caught:
-        jpeg(bytes(data))
-    assert caught.value.status == status
-
-
-def with_segment(data, at, marker, content):
-    return (
-        data[:at]
-        + bytes([0xFF, marker])
-        + struct.pack(">H", len(content) + 2)
-        + content
-        + data[at:]
-    )
+    assert refused(bytes(data)).status == status
 
 
 @pytest.mark.parametrize("progressive", [False, True])
@@ -106,10 +87,9 @@ def test_a_colour_profile_that_is_anywhere_or_in_pieces_doesnt_matter(pixels, pr
     frame = data.index(b"\xff\xc2" if progressive else b"\xff\xc0")
     behind = frame + 2 + int.from_bytes(data[frame + 2 : frame + 4], "big")
     places = [frame, behind, data.index(b"\xff\xda"), data.rindex(b"\xff\xc4")]
+    profile = b"\xff\xe2" + struct.pack(">H", 316) + b"ICC_PROFILE\0" + numbers + bytes(300)
     for at in places:
-        for _ in range(2):
-            profiled = with_segment(data, at, 0xE2, b"ICC_PROFILE\0" + numbers + bytes(300))
-            np.testing.assert_array_equal(decode(profiled), decode(data))
+        np.testing.assert_array_equal(decode(data[:at] + profile + data[at:]), decode(data))
 
 
 def test_of_several_pictures_in_one_file_the_first_is_read(pixels):
@@ -118,17 +98,14 @@ def test_of_several_pictures_in_one_file_the_first_is_read(pixels):
     Pil.fromarray(pixels).save(buffer, "MPO", save_all=True, append_images=others, quality=95)
     data = buffer.getvalue()
     assert Pil.open(io.BytesIO(data)).n_frames == 3
-    assert jpeg(data).size == (45, 61)
     reference = np.asarray(Pil.open(io.BytesIO(data)).convert("RGB"))
     np.testing.assert_array_equal(decode(data), reference)
     first = data[: data.index(b"\xff\xd8", 2)]
     for cut in range(data.index(b"\xff\xda") + 20, len(first) - 2, 97):
-        with pytest.raises(ImageError):
-            decode(data[:cut] + data[len(first) :])
+        refused(data[:cut] + data[len(first) :])
 
 
 @pytest.mark.parametrize("length", [b"\0\0", b"\0\1"])
 def test_a_segment_shorter_than_its_own_length_is_damage(pixels, length):
     data = encoded(pixels, "JPEG")
-    with pytest.raises(ImageError, match="inside a JPEG header"):
-        jpeg(data[:2] + b"\xff\xe5" + length + data[2:])
+    assert "inside a JPEG header" in str(refused(data[:2] + b"\xff\xe5" + length + data[2:]))

@@ -9,23 +9,10 @@ import cv2
 import numpy as np
 import pytest
 import tifffile
+from picture_files import decode, refused
 from tiff_files import DEFLATE, ENCODERS, LZW, NONE, H, W, file, layout, samples
 
-from anomaly.errors import ImageError
-from anomaly.imaging.formats import tiff
-from anomaly.imaging.read import read_image
-
 DTYPES = (np.uint8, np.uint16, np.float32)
-
-
-def decode(data):
-    return tiff(data).decode()
-
-
-def refusal(data):
-    with pytest.raises(ImageError) as caught:
-        read_image(data)
-    return caught.value.status, str(caught.value)
 
 
 def check(data, expected):
@@ -88,10 +75,10 @@ def test_what_libtiff_writes(size, dtype):
     ],
 )
 def test_layouts_that_cant_be_used(more, status):
-    found, message = refusal(layout(samples(1), **more))
-    assert found == status
+    error = refused(layout(samples(1), **more))
+    assert error.status == status
     if status == "unsupported":
-        assert "save it as plain grey or RGB of 8 or 16 bits" in message
+        assert "save it as plain grey or RGB of 8 or 16 bits" in str(error)
 
 
 @pytest.mark.parametrize("predictor", [2, 9])
@@ -104,11 +91,11 @@ def test_pages():
     tags = {256: W, 257: H, 258: 16, 262: 1, 278: H}
     page = (tags, [values.astype("<u2").tobytes()])
     for pages in ([page, page], []):
-        status, message = refusal(file(pages))
-        assert (status, "save each page as a file" in message) == ("unsupported", True)
+        error = refused(file(pages))
+        assert (error.status, "save each page as a file" in str(error)) == ("unsupported", True)
     loop = bytearray(file([page]))
     loop[-4:] = loop[4:8]
-    assert refusal(bytes(loop))[0] == "unsupported"
+    assert refused(bytes(loop)).status == "unsupported"
 
 
 def test_a_block_that_is_too_short_is_damage():
@@ -122,7 +109,7 @@ def test_a_block_that_is_too_short_is_damage():
         (LZW, ENCODERS[LZW](whole[:-1])),
     ):
         tags = {256: W, 257: H, 258: 8, 259: compression, 262: 1, 278: H}
-        assert refusal(file([(tags, [content])]))[0] == "unreadable"
+        assert refused(file([(tags, [content])])).status == "unreadable"
 
 
 @pytest.mark.parametrize("compression", [NONE, DEFLATE, LZW])
@@ -141,5 +128,5 @@ def test_a_position_beyond_the_file_is_damage(where):
         for at in (4, len(data) - 4):  # of the first directory, and of the next one
             moved = data.copy()
             struct.pack_into(order + "I", moved, at, where)
-            status, message = refusal(bytes(moved))
-            assert (status, "beyond its end" in message) == ("unreadable", True)
+            error = refused(bytes(moved))
+            assert (error.status, "beyond its end" in str(error)) == ("unreadable", True)
