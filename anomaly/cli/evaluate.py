@@ -16,15 +16,16 @@ from anomaly.desk import golden
 from anomaly.desk.advice import weakness_lines
 from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of
 from anomaly.evaluation.evaluate import images_to_test
-from anomaly.files.writing import GOLDEN, locked
+from anomaly.files.writing import GOLDEN, claim, locked
 from anomaly.report.report import (
+    FIGURE_FILES,
     Category,
-    EvaluationFolder,
     at_thresholds,
     evaluated,
     flattered,
     table,
     undefined,
+    write_evaluation,
 )
 from anomaly.storage.folder import find_runs
 from anomaly.storage.models import load_model
@@ -82,7 +83,7 @@ def _check_golden(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    folder = EvaluationFolder(options.output, overwrite=options.overwrite)
+    claim(options.output, FIGURE_FILES, overwrite=options.overwrite)
     categories: list[Category] = []
     failed = 0
     for source in _sources(options):
@@ -91,7 +92,8 @@ def _run(options: argparse.Namespace) -> int:
             if category.name in {c.name for c in categories}:  # two models of one name
                 name = f"{category.name} ({category.about.folder})"
                 category = replace(category, evaluation=replace(category.evaluation, name=name))
-            report = folder.add(category)
+            every = [*categories, category]
+            report = write_evaluation(options.output, every, overwrite=options.overwrite)
             print(f"{category.name}: {report}")
             # The pictures are in the report; only the figures are needed from here on.
             categories.append(replace(category, tiles={}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -70,7 +69,6 @@ class Category:
         training: content of the run's train.json; empty without one.
         data_folder: folder of the test images.
         date: time of the evaluation, in UTC.
-        seconds: time of scoring the test split.
         tiles: pictures for the page's scripts, by the images' indices in the test split; empty
             once the report is written.
         weaknesses: weaknesses of the model, the most important first.
@@ -82,7 +80,6 @@ class Category:
     training: Mapping[str, Any] = field(default_factory=dict)
     data_folder: str = ""
     date: str = ""
-    seconds: float = 0.0
     tiles: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     weaknesses: tuple[Weakness, ...] = ()
     rates: tuple[str, ...] = ()
@@ -114,7 +111,7 @@ class Category:
         Raises:
             OutputError: the folder has a report already, or can't be written to.
         """
-        return EvaluationFolder(Path(folder), overwrite=overwrite).add(self)
+        return write_evaluation(Path(folder), [self], overwrite=overwrite)
 
     @property
     def verdicts(self) -> Confusion | None:
@@ -122,8 +119,8 @@ class Category:
         return self.evaluation.verdicts
 
 
-_FILES = ("metrics.json", "scores.csv")
-_REPORT_FILES = ("report.html", *_FILES)
+FIGURE_FILES = ("metrics.json", "scores.csv")
+_REPORT_FILES = ("report.html", *FIGURE_FILES)
 
 
 def folder_name(name: str) -> str:
@@ -131,53 +128,46 @@ def folder_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name).strip("._") or "model"
 
 
-class EvaluationFolder:
-    """The folder that `evaluate` writes.
+def write_evaluation(folder: Path, categories: Sequence[Category], *, overwrite: bool) -> Path:
+    """Write the last category's report and figures, and the figures over all categories.
 
         metrics.json, scores.csv                         over all categories
         <category>/report.html, metrics.json, scores.csv
 
+    Called after each category, so that figures of the finished ones survive an interruption.
+
     Args:
         folder: made if need be.
-        overwrite: True replaces earlier files of these names, those over all categories with the
-            first category added, a category's own with that category. False refuses them.
+        categories: the categories so far; the reports of all but the last are written already.
+        overwrite: replace earlier files of these names; False refuses them.
+
+    Returns:
+        The HTML file of the last category's report.
 
     Raises:
-        OutputError: the folder can't be used, or has an earlier evaluation.
+        OutputError: the folder has such files already, or can't be written to.
     """
-
-    def __init__(self, folder: Path, *, overwrite: bool) -> None:
-        claim(folder, _FILES, overwrite=overwrite)
-        self.folder = folder
-        self._overwrite = overwrite
-        self._written: dict[str, Evaluation] = {}  # by their folder's name in lower case
-
-    def add(self, category: Category) -> Path:
-        """Write one category's files, and those over all so far; returns the path of its report.
-
-        Raises:
-            OutputError: the files exist already, or can't be written.
-        """
+    used: set[str] = set()
+    for category in categories:
         name = folder_name(category.name)
         # Two names may become one, also on a system that ignores case.
-        while name.casefold() in self._written:
+        while name.casefold() in used:
             name += "_"
-        folder = self.folder / name
-        claim(folder, _REPORT_FILES, overwrite=self._overwrite)
-        # Earlier figures go only now that there are new ones to come.
-        if not self._written:
-            clear(self.folder, _FILES)
-        clear(folder, _REPORT_FILES)
-        _write_figures(folder, [category.evaluation])
-        write(folder / "report.html", report_html(category))
-        self._written[name.casefold()] = category.evaluation
-        # After each category, so that figures of the finished ones survive an interruption.
-        _write_figures(self.folder, [*self._written.values()])
-        return folder / "report.html"
+        used.add(name.casefold())
+    own = folder / name
+    claim(own, _REPORT_FILES, overwrite=overwrite)
+    clear(own, _REPORT_FILES)
+    if len(categories) == 1:  # else the figures over all are those of this call's predecessor
+        claim(folder, FIGURE_FILES, overwrite=overwrite)
+        clear(folder, FIGURE_FILES)
+    _write_figures(own, [category.evaluation])
+    write(own / "report.html", report_html(category))
+    _write_figures(folder, [category.evaluation for category in categories])
+    return own / "report.html"
 
 
 def _write_figures(folder: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write the files of `_FILES`."""
+    """Write `FIGURE_FILES`."""
     write(folder / "metrics.json", metrics_json(evaluations))
     write(folder / "scores.csv", scores_csv(evaluations))
 
@@ -205,7 +195,6 @@ def evaluated(
     Raises:
         DataError: there are no test images, or a label or mask contradicts an image.
     """
-    began = time.perf_counter()
     pixels = pixels_for(len(samples), _PIXELS)
     tiles: dict[int, dict[str, Any]] = {}
 
@@ -213,7 +202,6 @@ def evaluated(
         tiles[prediction.index] = tile(prediction, mask, pixels)
 
     evaluation = score_test_split(detector, samples, progress=progress, visit=draw)
-    seconds = time.perf_counter() - began
     # A user's own name for the folder is the better one in commands that the report proposes.
     folder = folder or detector.folder
     training = {} if folder is None else training_of(folder, detector.model_id)
@@ -224,7 +212,6 @@ def evaluated(
         training=training,
         data_folder=data_folder,
         date=utc_now(),
-        seconds=seconds,
         tiles=tiles,
         weaknesses=evaluation_weaknesses(run, evaluation),
         rates=review_rates(run, evaluation),
@@ -382,7 +369,7 @@ def _by_type(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
 
 def _facts(category: Category) -> dict[str, dict[str, Any]]:
     """Tables of names and values for the model's part of the page, by title."""
-    training, scored = category.training, len(category.evaluation.scored)
+    training = category.training
     settings = dict(category.about.settings)
     # Hashes of the images that `tune` used; people need their number only.
     if chosen_by := settings.get("chosen_by"):
@@ -394,12 +381,7 @@ def _facts(category: Category) -> dict[str, dict[str, Any]]:
         "memory bank vectors": training.get("bank_vectors"),
         "seconds": training.get("seconds", {}).get("total"),
     }
-    measured = {
-        "anomaly": __version__,
-        "engine": category.about.engine,
-        "seconds": f"{category.seconds:.1f}",
-        "images a second": f"{scored / category.seconds:.1f}" if category.seconds else "",
-    }
+    measured = {"anomaly": __version__, "engine": category.about.engine}
     return {"Settings": settings, "Training": trained, "Evaluation": measured}
 
 
