@@ -1,4 +1,4 @@
-"""Detector × test split -> Evaluation. Only measures: nothing here ever sets a threshold."""
+"""A model and test images -> figures. Only measures: nothing here ever sets a threshold."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from anomaly.training.runs import trained_on
 log = logging.getLogger(__name__)
 
 Mask = NDArray[np.bool_]
-# Called with each scored image's prediction and ground truth (H0, W0), None for a defect without.
+# Takes a scored image's prediction and its ground truth (H0, W0); None for a defect without one.
 Visit = Callable[[Prediction, Mask | None], None]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of a detector's scores on a test split.
+    """Figures of a model's scores on test images.
 
     Attributes:
         name: name of the model.
@@ -76,17 +76,17 @@ class Evaluation:
 
     @property
     def usable(self) -> list[tuple[Scored, float]]:
-        """Images that have a score, and their scores."""
+        """Images that have a score, each with its score."""
         return [(row, row.score) for row in self.scored if row.score is not None]
 
     @property
     def n_good(self) -> int:
-        """Good images that were scored."""
+        """Number of good images that have a score."""
         return len(self.usable) - self.n_defect
 
     @property
     def n_defect(self) -> int:
-        """Defective images that were scored."""
+        """Number of defective images that have a score."""
         return sum(row.sample.is_defect for row, _ in self.usable)
 
     @property
@@ -94,11 +94,9 @@ class Evaluation:
         """Verdicts of the model's own thresholds against the truth; None without thresholds."""
         if self.thresholds is None:
             return None
-        rows = [row for row, _ in self.usable]
         return confusion(
-            [row.verdict(self.thresholds) for row in rows],
-            [row.sample.is_defect for row in rows],
-            [row.sample.defect_type for row in rows],
+            (row.verdict(self.thresholds), row.sample.is_defect, row.sample.defect_type)
+            for row, _ in self.usable
         )
 
 
@@ -128,7 +126,7 @@ def score_test_split(
         raise DataError("the test split is empty: there is nothing to evaluate")
     pixels = PixelAccumulator()
     scored: dict[int, Scored] = {}
-    first: dict[str, Sample] = {}  # by the picture's hash: the first sample that shows it
+    by_picture: dict[str, Sample] = {}  # the first sample that shows a picture, by its hash
     learned = {sha256: name for name, sha256 in detector.manifest["training_images"].items()}
     for result in detector.results([s.source for s in samples], keep_images=True):
         sample = samples[result.index]
@@ -136,10 +134,11 @@ def score_test_split(
             if isinstance(result, UnusableImage):
                 raise ImageError(result.reason, result.status)
             assert result.image is not None
-            same = first.setdefault(picture_of(result.image), sample)
-            twin = learned.get(result.sha256)
-            if conflict := contradiction(same, sample) or _learned_as_good(sample, twin):
+            first = by_picture.setdefault(picture_of(result.image), sample)
+            if conflict := contradiction(first, sample):
                 raise conflict
+            if sample.is_defect and (name := learned.get(result.sha256)):
+                raise _learned_as_good(sample, name)
             mask = _mask(sample, result.view.source)
         except ImageError as error:
             scored[result.index] = Scored(sample, None, str(error), status=error.status)
@@ -167,16 +166,16 @@ def score_test_split(
 
 
 def _evaluation(detector: Model, rows: tuple[Scored, ...], pixel_metrics: Metrics) -> Evaluation:
-    """The evaluation of scored images, with their pixel figures."""
-    known = [(r.score, r.sample) for r in rows if r.score is not None]
-    scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
+    """Image figures of scored images, beside their pixel figures."""
+    usable = [(row.score, row.sample) for row in rows if row.score is not None]
+    scores, labels = [score for score, _ in usable], [s.is_defect for _, s in usable]
     chosen_with = threshold_images(detector)
     return Evaluation(
         detector.config.name,
         rows,
         image_metrics(scores, labels) | pixel_metrics,
         image_intervals(scores, labels),
-        metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
+        metrics_by_type(scores, labels, [s.defect_type for _, s in usable]),
         detector.thresholds,
         sum(row.sha256 in chosen_with for row in rows),
         sum(detector.config.has_chosen(row.sha256) for row in rows),
@@ -189,15 +188,8 @@ def width_of(mask: Mask) -> float:
     return 2 * float(cv2.distanceTransform(mask.astype(np.uint8), cv2.DIST_L2, 3).max())
 
 
-def _learned_as_good(sample: Sample, name: str | None) -> DataError | None:
-    """The error of a defect that was learned as good.
-
-    Args:
-        sample: a test image.
-        name: the training image of the same content; None where there is none.
-    """
-    if not sample.is_defect or name is None:
-        return None
+def _learned_as_good(sample: Sample, name: str) -> DataError:
+    """The error of a defect that is also the training image of this name."""
     return DataError(
         f"{sample.path} is labelled as a defect ({sample.defect_type}), but the model has learned "
         f"it as good ({name}); look at it. If it is a defect, remove it from the training "
@@ -226,7 +218,7 @@ def _mask(sample: Sample, size: tuple[int, int]) -> Mask | None:
 def images_to_test(
     model: Model, good: Sequence[Path] = (), defects: Sequence[Path] = ()
 ) -> tuple[Sequence[Sample], str]:
-    """Test images: of the given folders, without those learned from, or else of the data set.
+    """Test images: of given folders without the training images, else of the model's data set.
 
     Args:
         model: trained.
@@ -237,7 +229,7 @@ def images_to_test(
         The images, and their folders as text for people.
 
     Raises:
-        DataError: there are no such images, or no record says where the data set is.
+        DataError: there are no test images, or no record says where the data set is.
     """
     if good or defects:
         samples: Sequence[Sample] = not_learned(model, open_test_images(good, defects))
@@ -261,12 +253,12 @@ def tested_split(dataset: Dataset) -> Sequence[Sample]:
 
 
 def not_learned(model: Model, given: Sequence[Sample]) -> list[Sample]:
-    """Images that a model hasn't learned from; a warning counts the others.
+    """Images without the model's training images, which a warning counts.
 
     Args:
         model: trained.
-        given: images of the user. Unreadable files, and defects that were learned as good, stay:
-            the evaluation reports them.
+        given: images of the user. Unreadable files, and defects that the model has learned as
+            good, stay: the evaluation reports them.
 
     Raises:
         DataError: the model has learned from all images.

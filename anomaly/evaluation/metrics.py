@@ -1,8 +1,8 @@
-"""Figures of images and pixels: do the scores tell good from defective? Arrays in, floats out.
+"""Figures that say if scores tell good from defective, of images and of pixels.
 
 An image or pixel counts as flagged when its score is *greater than* the threshold, here and
-everywhere else. Metrics only measure; no threshold in use is ever taken from them. Curves and
-their areas are scikit-learn's.
+everywhere else. Metrics only measure; no threshold in use is ever taken from them. Curves are
+scikit-learn's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Metrics:
 
     Attributes:
         values: the figures; None where the data leave one undefined.
-        reasons: for each None in `values`, why.
+        reasons: for each None in `values`, the reason.
     """
 
     values: dict[str, float | None]
@@ -54,7 +54,7 @@ class Metrics:
 
     @classmethod
     def undefined(cls, names: Iterable[str], reason: str) -> Metrics:
-        """All of `names` undefined for one reason."""
+        """Figures of these names, all undefined for one reason."""
         return cls(dict.fromkeys(names), dict.fromkeys(names, reason))
 
 
@@ -94,27 +94,41 @@ class _Roc:
 def _precision(
     labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None
 ) -> tuple[float, float]:
-    """Average precision, and the highest F1 of any threshold; `_Roc.of` has the arguments."""
+    """Average precision, and the highest F1 of any threshold.
+
+    Args:
+        labels: (n,) bool, True for what is defective.
+        scores: (n,) scores.
+        weights: (n,) weights of the scores; None for 1 each.
+    """
     from sklearn.metrics import average_precision_score, precision_recall_curve
 
     precision, recall, _ = precision_recall_curve(labels, scores, sample_weight=weights)
-    both = precision + recall
-    f1 = np.divide(2 * precision * recall, both, out=np.zeros_like(both), where=both > 0)
+    total = precision + recall
+    f1 = np.divide(2 * precision * recall, total, out=np.zeros_like(total), where=total > 0)
     average = average_precision_score(labels, scores, sample_weight=weights)
     return float(average), float(f1.max())
 
 
 def _area(x: Floats, y: Floats) -> Floats:
-    """Areas under polylines (..., n) along the last axis."""
+    """Areas under polylines.
+
+    Args:
+        x: (..., n) places of the corners, rising.
+        y: (..., n) heights of the corners.
+
+    Returns:
+        (...) areas, by trapezoids.
+    """
     return np.asarray((np.diff(x) * (y[..., 1:] + y[..., :-1]) / 2).sum(axis=-1))
 
 
 def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
     """AUROC, average precision, the best F1, and recall at two false-reject rates.
 
-    The thresholds behind recall and F1 come from the test images: they say what the scores could
-    do, not what the model's own threshold does. With n good images a rate below 1/n allows no
-    false reject at all.
+    The thresholds behind recall and F1 are taken from the test images, so these figures are the
+    best that the scores allow, not what the model's own threshold reaches. With n good images a
+    rate below 1/n allows no false reject at all.
 
     Args:
         scores: (n,) finite image scores, higher is more anomalous.
@@ -146,7 +160,7 @@ def metrics_by_type(
         types: n names, as the data set gives them.
 
     Returns:
-        By type, in order of first appearance: `image_auroc` and the recalls at false-reject rates.
+        By type, in order of first appearance: `image_auroc` and the two recalls.
     """
     values, defective = _arrays(scores, labels)
     named = np.array(types, object)
@@ -160,16 +174,16 @@ def metrics_by_type(
 def image_intervals(
     scores: ArrayLike, labels: ArrayLike, *, draws: int = 1000, seed: int = 0
 ) -> dict[str, tuple[float, float] | None]:
-    """Intervals of the figures that parts still to come would show, with 95 % confidence.
+    """95 % confidence intervals of the image figures, for parts still to come.
 
-    What n images leave open: of all good parts, those between two neighbouring scores have the
-    share of one of n + 1 pieces of a stick broken at random (Dirichlet with parameters 1, whatever
-    the scores' distribution), and so have defective ones. Where in its gap a piece lies isn't
-    known. So the lower end is the 2.5 % quantile of figures for which each good piece
-    lies at the upper end of its gap, and each defective one at the lower; the upper end is the
-    97.5 % quantile with good pieces at the lower ends and defective ones at the upper. For the
-    recall at a fixed threshold these are the Clopper–Pearson bounds, and like them they err to the
-    safe side: how often they hold is in docs/coverage.md.
+    Of all good parts, the share that scores between two neighbouring ones of n images is unknown:
+    it is distributed like one of n + 1 pieces of a stick that is broken at random (Dirichlet with
+    parameters 1), whatever the scores' distribution; and so for defective parts. Where a piece lies
+    in its gap isn't known either. So the lower end is the 2.5 % quantile of figures with each good
+    piece at the upper end of its gap and each defective one at the lower, and the upper end is the
+    97.5 % quantile the other way round. For the recall at a fixed threshold these are the
+    Clopper–Pearson bounds, and like them they err to the safe side; docs/coverage.md counts how
+    often they hold.
 
     Args:
         scores: (n,) finite image scores.
@@ -178,17 +192,17 @@ def image_intervals(
         seed: the same seed gives the same intervals.
 
     Returns:
-        (low, high) of `image_auroc`, `image_ap`, `image_f1_max` and the recalls at false-reject
-        rates; None without good or without defective images. Those of AP and F1 are for as many
-        good and defective parts to come as are in the data.
+        (low, high) of the figures of `image_metrics`, by name; None without good or without
+        defective images. Those of AP and F1 are for as many good and defective parts as are in the
+        data.
     """
     values, defective = _arrays(scores, labels)
     if not defective.any() or defective.all():
         return dict.fromkeys(_IMAGE_NAMES)
     distinct, group = np.unique(values, return_inverse=True)
-    # (2, K): good and defective images at each score, highest score first.
-    groups = (group[~defective], group[defective])
-    counts = [np.bincount(places, minlength=len(distinct))[::-1] for places in groups]
+    # (2, K): numbers of good and of defective images at each score, highest score first.
+    places = (group[~defective], group[defective])
+    counts = [np.bincount(place, minlength=len(distinct))[::-1] for place in places]
     weights = np.array(counts, np.float64)
     rng = np.random.default_rng(seed)
     flagged, caught = np.cumsum(weights, axis=1)
@@ -209,7 +223,7 @@ def _drawn_figures(weights: Floats, best: int, count: int, rng: np.random.Genera
     """Figures of `count` draws, at their lower and at their upper end: (2, figures, count).
 
     Args:
-        weights: (2, K) good and defective images at each score, highest score first.
+        weights: (2, K) numbers of good and defective images at each score, highest score first.
         best: number of scores above the threshold with the data's best F1. Its lower end is taken
             there: a second maximum, over the draw, would choose by chance once more.
         count: draws.
@@ -242,9 +256,15 @@ def _drawn_figures(weights: Floats, best: int, count: int, rng: np.random.Genera
 
 
 def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """Random weights at K scores (count, K) and of the piece beyond them (count, 1).
+    """Random weights of K scores, and of the piece beyond the last score.
 
-    Each draw weighs as much as `weights` (K,), the images at each score, does.
+    Args:
+        weights: (K,) numbers of images at each score; each draw's weights have the same sum.
+        count: draws.
+        rng: source of the draws.
+
+    Returns:
+        (count, K), (count, 1).
     """
     pieces = rng.standard_gamma(np.append(weights, 1.0), size=(count, len(weights) + 1))
     pieces *= weights.sum() / pieces.sum(axis=1, keepdims=True)
@@ -258,7 +278,7 @@ def _arrays(scores: ArrayLike, labels: ArrayLike) -> tuple[Floats, NDArray[np.bo
 
 @dataclass(frozen=True)
 class VerdictCounts:
-    """Numbers of images by verdict."""
+    """Number of images with each verdict."""
 
     good: int = 0
     review: int = 0
@@ -266,7 +286,7 @@ class VerdictCounts:
 
     @property
     def total(self) -> int:
-        """Images with any verdict."""
+        """Number of images with any verdict."""
         return self.good + self.review + self.reject
 
 
@@ -287,41 +307,38 @@ class Confusion:
 
     @property
     def escapes(self) -> int:
-        """Defective images that were called good."""
+        """Number of defective images that were called good."""
         return self.defective.good
 
     @property
     def caught(self) -> int:
-        """Defective images that were rejected or are for review."""
+        """Number of defective images that were rejected or are for review."""
         return self.defective.reject + self.defective.review
 
     @property
     def false_rejects(self) -> int:
-        """Good images that were rejected; those for review don't count."""
+        """Number of good images that were rejected; those for review don't count."""
         return self.good.reject
 
 
-def confusion(
-    verdicts: Sequence[str], labels: Sequence[bool], defect_types: Sequence[str]
-) -> Confusion:
+def confusion(rows: Iterable[tuple[str, bool, str]]) -> Confusion:
     """Count verdicts by truth and by defect type.
 
     Args:
-        verdicts: n of `good`, `review`, `reject`.
-        labels: n, True for defective images.
-        defect_types: n names, as the data set gives them.
+        rows: for each image its verdict (`good`, `review` or `reject`), True if it is defective,
+            and its defect type as the data set names it.
     """
-    rows = list(zip(map(bool, labels), defect_types, verdicts, strict=True))
+    rows = list(rows)
 
-    def counts(chosen: Iterable[str]) -> VerdictCounts:
-        return VerdictCounts(**Counter(chosen))
+    def counts(verdicts: Iterable[str]) -> VerdictCounts:
+        return VerdictCounts(**Counter(verdicts))
 
     return Confusion(
-        good=counts(verdict for defect, _, verdict in rows if not defect),
-        defective=counts(verdict for defect, _, verdict in rows if defect),
+        good=counts(verdict for verdict, defective, _ in rows if not defective),
+        defective=counts(verdict for verdict, defective, _ in rows if defective),
         by_type={
-            name: counts(verdict for _, kind, verdict in rows if kind == name)
-            for name in dict.fromkeys(defect_types)
+            name: counts(verdict for verdict, _, kind in rows if kind == name)
+            for name in dict.fromkeys(kind for *_, kind in rows)
         },
     )
 
@@ -332,15 +349,15 @@ _LEAST, _MOST = np.uint64(0x0080_0000), np.uint64(0xFF7F_FFFF)
 
 
 class ScoreHistogram:
-    """Rows of weights over bins of scores, in bounded memory.
+    """Histograms of scores over the same bins, in bounded memory: 8 · rows · max_bins bytes.
 
-    Bins are as fine as `max_bins` allows over the range seen so far: single float32 values at
-    first, then runs of 2, 4, 8 … values. The bins depend on the lowest and highest score alone,
-    not on the order of the calls. Takes 8 · rows · max_bins bytes at most.
+    Bins are as fine as `max_bins` allows over the range of the scores so far: single float32 values
+    at first, then runs of 2, 4, 8 … values. They depend on the lowest and highest score alone, not
+    on the order of the calls.
 
     Args:
-        rows: how many kinds of weight to keep.
-        max_bins: the most bins to keep.
+        rows: number of histograms.
+        max_bins: largest number of bins.
     """
 
     def __init__(self, rows: int, max_bins: int) -> None:
@@ -350,11 +367,11 @@ class ScoreHistogram:
         self._weights: Floats = np.zeros((rows, 0))
 
     def add(self, scores: NDArray[np.float32], weights: Mapping[int, Floats | None]) -> None:
-        """Add scores to some of the rows.
+        """Add scores to some of the histograms.
 
         Args:
             scores: (n,) finite.
-            weights: weights (n,) of the scores by row; None weighs each 1.
+            weights: by histogram, the weights (n,) of the scores; None weighs each 1.
         """
         if not len(scores):
             return
@@ -369,13 +386,13 @@ class ScoreHistogram:
             self._weights[row, columns] += np.bincount(bins, weights=weight)
 
     def weighted(self) -> tuple[Floats, Floats]:
-        """Lowest scores (K,) of the occupied bins, and the bins' weights (rows, K)."""
+        """Lowest scores (K,) of the K bins that aren't empty, and these bins' weights (rows, K)."""
         occupied = np.flatnonzero(self._weights.any(axis=0))
         keys = (occupied + self._first).astype(np.uint64) << np.uint64(self._shift)
         return _scores_of(keys), self._weights[:, occupied]
 
     def _make_room(self, low: int, high: int) -> None:
-        """Widen the range to the keys `low` … `high`, coarsening where the bins wouldn't fit."""
+        """Widen the bins to the keys from `low` to `high`; coarser bins where they wouldn't fit."""
         if self._weights.shape[1]:
             low = min(low, self._first << self._shift)
             high = max(high, ((self._first + self._weights.shape[1]) << self._shift) - 1)
@@ -394,31 +411,31 @@ class ScoreHistogram:
 
 
 def _ordered_keys(scores: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Integers in the order of the scores; both zeros get the same."""
+    """Integers that order like the scores (n,); both zeros get the same."""
     # Adding 0 turns -0.0 into 0.0. Bits of floats order like integers, of negative ones backwards.
     bits = (scores + np.float32(0)).view(np.uint32)
     return np.where(bits & _SIGN, ~bits, bits | _SIGN)
 
 
 def _scores_of(keys: NDArray[np.uint64]) -> Floats:
-    """The scores of `_ordered_keys`; a bin's border past the finite ones becomes the last."""
+    """The scores (n,) of keys from `_ordered_keys`; keys past a finite score give the last one."""
     bits = np.clip(keys, _LEAST, _MOST).astype(np.uint32)
     bits = np.where(bits & _SIGN, bits ^ _SIGN, ~bits)
     return bits.view(np.float32).astype(np.float64)
 
 
-# Rows of the histogram: a defect-free pixel weighs 1 in the first. A defect pixel weighs 1 in the
-# second and, so that all defect regions weigh alike, 1 / (pixels of its region) in the third.
+# Three histograms: a defect-free pixel weighs 1 in the first. A defect pixel weighs 1 in the second
+# and, so that all defect regions weigh alike, 1 / (pixels of its region) in the third.
 _GOOD, _DEFECT, _REGION = range(3)
 _PIXEL_NAMES = ("pixel_auroc", "pixel_ap", "pixel_f1_max", "aupro_30", "aupro_05")
 _LOST = "lost_defect_share"
 
 
 class PixelAccumulator:
-    """Pixel AUROC, average precision and best F1, and AUPRO, streamed.
+    """Pixel AUROC, average precision, best F1 and AUPRO of images that are added one by one.
 
     Args:
-        max_bins: the most bins of scores to keep; memory is 24 bytes a bin.
+        max_bins: largest number of bins of scores; memory is 24 bytes a bin.
     """
 
     def __init__(self, max_bins: int = 1 << 20) -> None:
@@ -445,8 +462,8 @@ class PixelAccumulator:
         # 8-connected, over the whole mask: a region cut in two by a crop is still one region.
         _, regions = cv2.connectedComponents(defect.astype(np.uint8), connectivity=8)
         region = regions[inspected]
-        of_region = 1.0 / np.bincount(region)[region]
-        self._scores.add(scores[inspected], {_DEFECT: None, _REGION: of_region})
+        share = 1.0 / np.bincount(region)[region]
+        self._scores.add(scores[inspected], {_DEFECT: None, _REGION: share})
 
     def result(self) -> Metrics:
         """The figures of all images added.

@@ -15,12 +15,11 @@ ROWS = {name: rest for name, *rest in CELLS}
 
 
 def test_every_figure_of_the_example_follows_from_its_counts() -> None:
-    verdicts, labels = [], []
+    rows: list[tuple[str, bool, str]] = []
     for row, is_defect in (("200 good parts", False), ("50 defects", True)):
         for verdict, count in zip(ROWS["in truth"], map(int, ROWS[row]), strict=True):
-            verdicts += [verdict] * count
-            labels += [is_defect] * count
-    counts = confusion(verdicts, labels, ["part"] * len(labels))
+            rows += [(verdict, is_defect, "part")] * count
+    counts = confusion(rows)
     good, defective = counts.good.total, counts.defective.total
     assert (good, defective) == (200, 50)
     for word, count, total in (

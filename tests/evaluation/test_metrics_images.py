@@ -147,7 +147,7 @@ def test_confusion_counts_by_type():
     verdicts = ["good", "reject", "review", "good", "reject", "good"]
     types = ["good", "good", "good", "scratch", "scratch", "dent"]
     labels = [False, False, False, True, True, True]
-    got = confusion(verdicts, labels, types)
+    got = confusion(zip(verdicts, labels, types, strict=True))
     assert (got.escapes, got.false_rejects) == (2, 1)
     assert (got.good.review, got.good.total, got.defective.total) == (1, 3, 3)
     assert list(got.by_type) == ["good", "scratch", "dent"]

@@ -37,16 +37,16 @@ def verdict(row: Scored, review: float, reject: float) -> str:
 
 
 def expected(category: Category, review: float, reject: float) -> dict[str, Any]:
-    rows = category.evaluation.scored
-    verdicts = [verdict(row, review, reject) for row in rows]
-    counts = confusion(
-        verdicts, [r.sample.is_defect for r in rows], [r.sample.defect_type for r in rows]
-    )
+    rows = [
+        (verdict(row, review, reject), row.sample.is_defect, row.sample.defect_type)
+        for row in category.evaluation.scored
+    ]
+    counts = confusion(rows)
     waiting = counts.good.review + counts.defective.review
     return {
         "outcomes": [counts.false_rejects, counts.escapes, waiting],
         "types": {name: [n.good, n.review, n.reject] for name, n in counts.by_type.items()},
-        "tiles": Counter(verdicts),
+        "tiles": Counter(verdict for verdict, *_ in rows),
     }
 
 
