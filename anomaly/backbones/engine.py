@@ -1,4 +1,7 @@
-"""Exported graphs, what runs them, and such a graph in a network's place. Imports no torch."""
+"""Exported graphs, the engines that run them, and a graph in the place of a network.
+
+Torch isn't imported.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ Array: TypeAlias = NDArray[Any]
 # Images (B, 3, H, W) float32, or pixels (B, H, W, 3) uint8, -> the graph's outputs.
 Run: TypeAlias = Callable[[Array], list[Array]]
 
-# Engine by its name in `--to`: its own name, the module to import, and the ending of its graphs.
+# By an engine's name in `--to`: its title, the module to import, and the suffix of its graphs.
 ENGINES = {
     "onnx": ("ONNX Runtime", "onnxruntime", ".onnx"),
     "openvino": ("OpenVINO", "openvino", ".xml"),
@@ -34,7 +37,7 @@ ENGINES = {
 
 
 class Graph:
-    """A graph in a file, which the engine loads when it is first run. Threads may share it.
+    """A graph in a file; the engine loads it at its first run. Threads may share it.
 
     Args:
         file: a graph that `anomaly.export` wrote.
@@ -45,8 +48,8 @@ class Graph:
         version: the engine's version.
 
     Raises:
-        ModelError: the engine isn't installed; when it is run, also where the engine can't read the
-            graph, or can't compute it on this processor.
+        ModelError: the engine isn't installed. At a run: the engine can't read the graph, or can't
+            compute it on this machine.
     """
 
     def __init__(self, file: Path, engine: str, threads: int) -> None:
@@ -58,13 +61,14 @@ class Graph:
         self.version = str(module.__version__).partition("-")[0]
 
     def __call__(self, images: Array) -> list[Array]:
-        """Run the graph.
+        """Outputs of the graph for a batch of images.
 
         Args:
             images: (B, 3, H, W) float32 RGB in [0, 1]; for a graph from pixels (B, H, W, 3) uint8.
         """
         images = np.ascontiguousarray(images)
-        # A thread that computes alone is one of as many as the graph has; else all share one call.
+        # A thread that computes alone is one of several, which run the graph at the same time; any
+        # other thread runs it with all processor threads.
         run = self._for(self._threads if get_threads() == 1 else 1)
         try:
             return run(images)
@@ -77,7 +81,11 @@ class Graph:
             ) from None
 
     def _for(self, streams: int) -> Run:
-        """The graph, compiled for so many calls at once."""
+        """The graph as a function, compiled for a number of calls at the same time.
+
+        Raises:
+            ModelError: the engine can't load it, or this process was forked after it was loaded.
+        """
         if self._compiled and self._process != os.getpid():
             raise ModelError(
                 f"{self.file.parent} was used before this process was forked, and the threads of "
@@ -103,7 +111,7 @@ def installed(engine: str, what: str) -> Any:
 
     Args:
         engine: a key of `ENGINES`.
-        what: the message up to the engine's name: "runs/x/model was exported for", for example.
+        what: the message up to the engine's name, for example "runs/x/model was exported for".
 
     Returns:
         The module: `onnxruntime` or `openvino`.
@@ -124,6 +132,13 @@ def installed(engine: str, what: str) -> Any:
 
 
 def _onnx(file: Path, threads: int, streams: int) -> Run:
+    """A graph as a function, in ONNX Runtime.
+
+    Args:
+        file: the graph.
+        threads: processor threads, all calls together.
+        streams: number of calls at the same time.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -131,7 +146,7 @@ def _onnx(file: Path, threads: int, streams: int) -> Run:
     options.log_severity_level = 4
     # Threads that wait in a loop would take the cores from those that decode.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    graph = file.read_bytes()  # a path that is no text isn't taken
+    graph = file.read_bytes()  # its own reader takes no path that isn't valid text
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda images: list(session.run(None, {name: images}))
@@ -139,7 +154,7 @@ def _onnx(file: Path, threads: int, streams: int) -> Run:
 
 @contextmanager
 def _stack_of_signals() -> Iterator[None]:
-    """Give this thread the stack of its signal handlers back.
+    """A block after which this thread has the stack of its signal handlers back.
 
     On processors with AMX, OpenVINO replaces it by one with room for the registers alone: Python's
     handlers overflow it, and Ctrl-C ends the process by a segmentation fault.
@@ -156,6 +171,7 @@ def _stack_of_signals() -> Iterator[None]:
 
 
 def _openvino(file: Path, threads: int, streams: int) -> Run:
+    """A graph as a function, in OpenVINO; arguments are those of `_onnx`."""
     import openvino
 
     with _stack_of_signals():
@@ -163,12 +179,12 @@ def _openvino(file: Path, threads: int, streams: int) -> Run:
             file,
             "CPU",
             {
-                # Without it OpenVINO takes bf16 wherever the processor has it.
+                # Otherwise OpenVINO computes in bf16 where the processor has it.
                 "INFERENCE_PRECISION_HINT": "f32",
                 "INFERENCE_NUM_THREADS": threads,
                 "NUM_STREAMS": streams,
                 "ENABLE_CPU_PINNING": False,  # other processes decode on these cores
-                # A mapped file that is written over takes the process with it.
+                # Overwriting a mapped file would crash the process.
                 "ENABLE_MMAP": False,
             },
         )
@@ -180,7 +196,7 @@ def _openvino(file: Path, threads: int, streams: int) -> Run:
         except Empty:
             request = compiled.create_infer_request()
         results: Sequence[Array] = [*request.infer([images]).to_tuple()]
-        copies = [np.array(values) for values in results]  # the request's own are used again
+        copies = [np.array(values) for values in results]  # the next call overwrites the request's
         free.put(request)
         return copies
 
@@ -188,10 +204,10 @@ def _openvino(file: Path, threads: int, streams: int) -> Run:
 
 
 def _first_alone(run: Run, images: Array) -> list[Array]:
-    """Run a graph; the first run in this process lets no other run begin beside it.
+    """Outputs of a graph; until the first run in this process has ended, no other one begins.
 
-    The first run sets up what OpenVINO's module shares. The thread that does so waits for Python's
-    lock; a second thread would hold that lock and wait for the first one for ever.
+    The first run sets up what all runs of OpenVINO share, and waits for Python's lock. A second run
+    in another thread would hold that lock and wait for the first one for ever.
     """
     if _has_run.is_set():
         return run(images)
@@ -214,7 +230,7 @@ class ExportedNetwork:
     Threads may share one.
 
     Attributes:
-        graph: images (B, 3, H, W) in [0, 1] -> embeddings (B, h, w, D).
+        graph: the graph from images (B, 3, H, W) in [0, 1] to embeddings (B, h, w, D).
         strides: network pixels between neighbouring positions of each hooked layer.
         patch: side of the patches that a transformer cuts images into; None for other networks.
     """
@@ -246,7 +262,7 @@ class ExportedNetwork:
         return self._run(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))
 
     def max_batch_size(self, wanted: int) -> int:
-        """Images to compute together, at most as many as are wanted."""
+        """Number of images to compute together: the number wanted, or the engines' limit."""
         return min(wanted, _MAX_BATCH)
 
     def inference_mode(self) -> AbstractContextManager[Any]:
@@ -259,5 +275,6 @@ class ExportedNetwork:
         return height, width
 
     def _run(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
-        # One image takes as long alone as among several, and a fraction of their memory.
+        """Patch embeddings (B, h, w, D) of images (B, 3, H, W) in [0, 1]."""
+        # Image by image: as fast as a batch, in a fraction of its memory.
         return np.concatenate([self.graph(image[None])[0] for image in images])

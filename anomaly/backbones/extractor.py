@@ -1,8 +1,8 @@
 """Network input -> feature maps -> patch embeddings, through forward hooks; and their precision.
 
-A hooked layer puts out a map, a map in Swin's order, or tokens: a transformer's block gives
-(B, N, C), class and register tokens first, then the patches row by row. What runs is a copy with
-fewer passes over memory: batch norms folded, activations fused.
+A hooked layer puts out a map (B, C, h, w), a map in Swin's order (B, h, w, C), or a transformer's
+tokens (B, N, C): class and register tokens first, then the patches row by row. The network that
+runs is a copy with fewer passes over memory: batch norms folded, activations fused.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Normalisation:
         return (images - mean) / std
 
 
-_LARGEST_PATCH = 64
-_MOST_PREFIX = 16  # class and register tokens; networks have up to 5
+_LARGEST_PATCH = 64  # pixels
+_MOST_PREFIX = 16  # class and register tokens before the patches; networks have up to 5
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,13 @@ def layout_of(shape: Sequence[int], size: Sequence[int]) -> Layout | None:
     if len(shape) == 3 and (stride := token_stride(shape[1], size)):
         return Layout("tokens", shape[2], stride)
     if len(shape) == 4:
-        _, a, b, c = shape
-        slack = 0 if height == width else 2 * max(height, width)  # strides and borders round
-        if abs(b * width - c * height) <= slack:
-            return Layout("map", a, max(1, round(width / c)))
-        if abs(a * width - b * height) <= slack:
-            return Layout("channels_last", c, max(1, round(width / b)))
+        _, first, middle, last = shape
+        # A grid has the image's aspect, apart from the rounding of strides and borders.
+        slack = 0 if height == width else 2 * max(height, width)
+        if abs(middle * width - last * height) <= slack:
+            return Layout("map", first, max(1, round(width / last)))
+        if abs(first * width - middle * height) <= slack:
+            return Layout("channels_last", last, max(1, round(width / middle)))
     return None
 
 
@@ -126,19 +127,19 @@ class FeatureExtractor:
     """The part of a network up to the last wanted layer, read through forward hooks.
 
     `anomaly.backbones.layers.truncate` makes one without weights; `load_state` fills its network,
-    and `to` puts it where it is going to compute. Threads may share one.
+    and `to` moves it to the device that computes. Threads may share one.
 
     Attributes:
-        network: truncated, in eval mode. What runs is a copy with its batch norms folded and, on
-            the CPU, its activations fused.
-        layers: canonical paths, in the order in which they run.
+        network: the truncated network, in eval mode. A copy of it runs, with its batch norms folded
+            and, on the CPU, its activations fused.
+        layers: paths of the hooked layers as PyTorch prints them, in the order in which they run.
         layouts: the layout of each layer's output.
         copies: true where a later layer overwrites a wanted output in place, so outputs are copied.
-        pairs: paths of convolutions and batch norms to fold, see `folded`.
+        pairs: paths of each convolution and its batch norm to fold, see `folded`.
         precision: `fp32` or `bf16`, the number format that the network runs in.
     """
 
-    engine: ClassVar[str] = "torch"  # what computes
+    engine: ClassVar[str] = "torch"
 
     network: nn.Module
     layers: tuple[str, ...]
@@ -169,18 +170,19 @@ class FeatureExtractor:
 
     @locked_cached_property
     def _network_that_runs(self) -> nn.Module:
+        """The copy that runs, made at the first pass."""
         copy = folded(self.network, self.pairs, DTYPES[self.precision])
         return private(fused(copy, self.layers))
 
     def __call__(self, images: Tensor) -> list[Tensor]:
-        """Run the network as far as needed.
+        """Feature maps of images; the network runs up to the last hooked layer.
 
         Args:
-            images: (B, 3, H, W), normalised.
+            images: normalised images (B, 3, H, W).
 
         Returns:
-            A map (B, C, h, w) for each layer, in the order of `layers`, in the extractor's number
-            format.
+            A map (B, C, h, w) for each layer, in the order of `layers` and in the extractor's
+            precision.
 
         Raises:
             LayerError: the network doesn't take such images.
@@ -194,7 +196,7 @@ class FeatureExtractor:
             ):
                 captured.run(images)
                 return self.maps_of(captured.pop(), images)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # a RuntimeError, too, but not the network's
             raise
         except (RuntimeError, AssertionError, ValueError, AttributeError) as error:
             height, width = images.shape[2:]
@@ -205,10 +207,10 @@ class FeatureExtractor:
             ) from error
 
     def maps_of(self, outputs: Mapping[str, Tensor], images: Tensor) -> list[Tensor]:
-        """Feature maps (B, C, h, w) of the layers, in their order.
+        """Feature maps (B, C, h, w) from the layers' outputs, in the order of `layers`.
 
         Args:
-            outputs: the layers' outputs, by path.
+            outputs: outputs of the layers by path.
             images: the network's input (B, 3, H, W).
         """
         return [
@@ -217,7 +219,7 @@ class FeatureExtractor:
         ]
 
 
-# Images that a CPU computes together. Eight take a tenth more memory, and in float32 more time.
+# Images that a CPU computes together. Eight take 10 % more memory, and in float32 more time.
 _CPU_BATCH = 4
 
 
@@ -228,7 +230,8 @@ class Embedder:
     Attributes:
         extractor: the truncated backbone.
         normalise: the normalisation that the backbone's weights were trained with.
-        align: feature maps (B, C_i, h_i, w_i) of its layers -> embeddings (B, h, w, D) float32.
+        align: function from the layers' feature maps (B, C_i, h_i, w_i) to embeddings (B, h, w, D)
+            float32.
         device: the device that holds the backbone.
     """
 
@@ -247,7 +250,7 @@ class Embedder:
             return self.align(self.maps(batch))
 
     def max_batch_size(self, wanted: int) -> int:
-        """Images to compute together, at most as many as are wanted."""
+        """Number of images to compute together: the number wanted, or the device's limit."""
         return min(wanted, _CPU_BATCH) if self.device.type == "cpu" else wanted
 
     def inference_mode(self) -> AbstractContextManager[Any]:
@@ -279,8 +282,8 @@ def network_input(
     return normalise(pixels.permute(0, 3, 1, 2))
 
 
-# The standard deviation that rounding may add, as a share of the maps' own: a hundredth of their
-# variance. ResNet-50 stays at 0.03 to 0.08. What that does to scores: docs/reproducibility.md.
+# The standard deviation that rounding may add, as a share of the maps' own: 1 % of their variance.
+# ResNet-50 stays at 0.03 to 0.08. The effect on scores: docs/reproducibility.md.
 LIMIT = 0.1
 
 
@@ -289,7 +292,7 @@ def choose_precision(extractor: FeatureExtractor, images: Tensor) -> str:
 
     Args:
         extractor: the extractor with its weights, on its device.
-        images: (B, 3, H, W), a few normalised training images, on the same device.
+        images: a few normalised training images (B, 3, H, W), on the same device.
 
     Returns:
         `fp32` or `bf16`.
@@ -307,6 +310,10 @@ def choose_precision(extractor: FeatureExtractor, images: Tensor) -> str:
 def rounding_share(extractor: FeatureExtractor, images: Tensor) -> float:
     """The change of feature maps by bf16, as a share of their own variation.
 
+    Args:
+        extractor: the extractor with its weights.
+        images: normalised images (B, 3, H, W).
+
     Returns:
         The largest share of a layer: the root mean square of the change, divided by the standard
         deviation between positions and images (variances averaged over channels); infinite where
@@ -322,19 +329,18 @@ def rounding_share(extractor: FeatureExtractor, images: Tensor) -> float:
     return max(shares)
 
 
-Pair = tuple[str, str]
+Pair = tuple[str, str]  # paths of a convolution and of the batch norm behind it
 
 
 def folded(network: nn.Module, pairs: Sequence[Pair], dtype: torch.dtype) -> nn.Module:
-    """A copy for inference: batch norms folded, in the memory format that convolutions like best.
+    """A copy of a network for inference: batch norms folded into convolutions, channels last.
 
-    Measured on ResNet-50 at 256 px (two cores): folding takes a fifth off float32 and a third off
-    bfloat16. Modules keep their paths, so layers are hooked as before.
+    Folding makes ResNet-50 at 256 px (two cores) 20 % faster in float32 and 33 % in bfloat16.
+    Modules keep their paths, so layers are hooked as before.
 
     Args:
         network: a network in eval mode, with its weights.
-        pairs: paths of a convolution and the batch norm behind it, from
-            `anomaly.backbones.layers.DryRun`.
+        pairs: the convolutions and batch norms, from `anomaly.backbones.layers.DryRun`.
         dtype: the type of weights and activations.
 
     Raises:
@@ -365,9 +371,9 @@ def folded(network: nn.Module, pairs: Sequence[Pair], dtype: torch.dtype) -> nn.
     return network.to(dtype).to(memory_format=torch.channels_last)
 
 
-# Between a convolution and its activation the whole feature map goes to memory and back. oneDNN,
-# which computes torch's convolutions on the CPU, applies both before it writes.
-# Activation type -> oneDNN's name for it, and its arguments.
+# Activations that oneDNN, which computes torch's convolutions on the CPU, applies before it writes
+# the output; else the whole feature map goes to memory and back. By type: oneDNN's name and its
+# arguments.
 _ACTIVATIONS: dict[type[nn.Module], tuple[str, list[float]]] = {
     nn.ReLU: ("relu", []),
     nn.ReLU6: ("hardtanh", [0.0, 6.0]),
@@ -375,19 +381,18 @@ _ACTIVATIONS: dict[type[nn.Module], tuple[str, list[float]]] = {
 
 
 def fused(network: nn.Module, layers: Sequence[str]) -> nn.Module:
-    """Let convolutions apply the activations behind them in an `nn.Sequential` as they write.
+    """Join each convolution in an `nn.Sequential` with the activation behind it, in place.
 
-    Measured at 256 px: 14 % off MobileNetV2 and EfficientNet-Lite2 in float32, 20 to 27 % in
+    At 256 px, MobileNetV2 and EfficientNet-Lite2 are 14 % faster in float32, 20 to 27 % in
     bfloat16.
 
     Args:
-        network: for inference only, its batch norms folded; changed in place. What runs afterwards
-            has no gradients.
-        layers: paths that are hooked; their outputs stay unchanged.
+        network: a network for inference, its batch norms folded. It has no gradients afterwards.
+        layers: paths of hooked layers; their outputs stay unchanged.
 
     Returns:
-        The network, as it was where it isn't on the CPU, where torch was built without oneDNN, or
-        where the processor lacks what oneDNN computes bf16 with.
+        The network. It is unchanged where it isn't on the CPU, where torch was built without
+        oneDNN, or where oneDNN can't compute bf16 on this processor.
     """
     parameters = list(network.parameters())
     on_cpu = all(p.device.type == "cpu" for p in parameters)
@@ -395,7 +400,7 @@ def fused(network: nn.Module, layers: Sequence[str]) -> nn.Module:
         return network
     rounded = any(p.dtype == torch.bfloat16 for p in parameters)
     if rounded and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return network  # torch has other convolutions there, oneDNN has none
+        return network
     for path, module in list(network.named_modules()):
         if type(module).forward is nn.Sequential.forward:
             _fuse_sequence(module, f"{path}." if path else "", layers)
@@ -403,7 +408,7 @@ def fused(network: nn.Module, layers: Sequence[str]) -> nn.Module:
 
 
 class _Convolution(nn.Module):
-    """A convolution and its activation, (B, C, H, W) -> (B, C', H', W')."""
+    """A convolution and its activation in one pass: (B, C, h, w) -> (B, C', h', w')."""
 
     def __init__(self, conv: nn.Conv2d, activation: type[nn.Module]) -> None:
         super().__init__()
@@ -419,12 +424,13 @@ class _Convolution(nn.Module):
 
 
 def _fuse_sequence(sequence: nn.Module, inside: str, layers: Sequence[str]) -> None:
-    """Join each convolution with the activation behind it; batch norms between them are gone.
+    """Join each convolution of a sequence with the activation behind it, in place.
 
     Args:
-        sequence: a module whose children run one after the other; changed in place.
+        sequence: a module whose children run one after the other; folded batch norms are
+            `nn.Identity`.
         inside: the beginning of the children's paths, with its dot.
-        layers: paths that are hooked; their outputs stay unchanged.
+        layers: paths of hooked layers; their outputs stay unchanged.
     """
     children = dict(sequence.named_children())
     kept = [

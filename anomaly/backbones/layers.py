@@ -1,6 +1,6 @@
-"""A network's layers: what each puts out and costs, which to hook, and the cut behind the last.
+"""Layers of a network: their outputs and cost, those to hook by default, the cut behind the last.
 
-`truncate` drops what isn't needed for the wanted layers: it isn't there any more.
+Dry runs, in which nothing is computed, show all of it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Layer:
 
     @property
     def stride(self) -> int | None:
-        """Network pixels between positions of a feature map (1, C, h, w) of more than one."""
+        """Network pixels between positions of a feature map; None for other outputs and 1×1."""
         several = self.shape is not None and self.shape[-1] > 1
         return self.layout.stride if several and self.layout and self.layout.axes == "map" else None
 
@@ -73,26 +73,27 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports a compiler, where there is one
 
-    seen: dict[str, tuple[tuple[int, ...] | None, int]] = {}
+    # Output shape of each layer, and multiply-adds up to its end, in the order in which they end.
+    ended: dict[str, tuple[tuple[int, ...] | None, int]] = {}
     runs: Counter[str] = Counter()
-    names = {module: path for path, module in network.named_modules()}
+    paths = {module: path for path, module in network.named_modules()}
 
-    def note(module: nn.Module, _: Any, output: Any) -> None:
-        path = names[module]
+    def record(module: nn.Module, _: Any, output: Any) -> None:
+        path = paths[module]
         tensors = named_tensors(output, path)
-        seen.pop(path, None)  # of several calls the last one counts, also for the order
+        ended.pop(path, None)  # of several calls the last one counts, also for the order
         shape = tuple(tensors[0][1].shape) if tensors else None
-        seen[path] = shape, counter.get_total_flops() // 2
+        ended[path] = shape, counter.get_total_flops() // 2
         runs[path] += 1
 
     with FlopCounterMode(display=False) as counter, HookSet(network) as hooks:
-        hooks.forward(nn.Module, note)
+        hooks.forward(nn.Module, record)
         _run_dry(network, size, size, network)
-    order = {path: place for place, path in enumerate(seen)}
-    total = max(seen[""][1], 1)
+    order = {path: place for place, path in enumerate(ended)}
+    total = max(ended[""][1], 1)
     table = []
-    for module, path in names.items():
-        shape, spent = seen.get(path, (None, 0))
+    for module, path in paths.items():
+        shape, multiply_adds = ended.get(path, (None, 0))
         table.append(
             Layer(
                 path=path,
@@ -100,8 +101,8 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
                 shape=shape,
                 layout=layout_of(shape or (), (size, size)),
                 parameters=sum(p.numel() for p in module.parameters()),
-                multiply_adds=spent,
-                share=spent / total,
+                multiply_adds=multiply_adds,
+                share=multiply_adds / total,
                 finished=order.get(path, -1),
                 runs=runs[path],
             )
@@ -139,7 +140,7 @@ def own_side(network: nn.Module) -> int | None:
 
 
 def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = ()) -> bool:
-    """True if a network takes images of a size.
+    """True if a network takes images of a size; a dry run shows it.
 
     Args:
         network: on the meta device, in eval mode.
@@ -154,7 +155,7 @@ def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = (
 
 
 def side_multiple(network: nn.Module, layers: Sequence[str] = ()) -> int | None:
-    """The number that sides of images have to be multiples of; None for squares of one size only.
+    """The number (32 or 14) that divides the sides of images; None for squares of one size only.
 
     Args:
         network: on the meta device, in eval mode.
@@ -168,14 +169,14 @@ PROBES = (256, 224)
 
 
 def probes(network: nn.Module) -> tuple[int, ...]:
-    """Sides of square images to try on a network: `PROBES`, or the side its makers state."""
+    """Sides of square images to try on a network: `PROBES`, then the one it was trained with."""
     return (*PROBES, own) if (own := own_side(network)) and own not in PROBES else PROBES
 
 
 def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]:
-    """The layers to hook when the config names none: those at strides 4, 8 and 16.
+    """Paths of the layers to hook where the config names none: those at strides 4, 8 and 16.
 
-    Of a transformer whose blocks have one stride they are the blocks after half, three quarters
+    A transformer's blocks all have one stride; there they are the blocks after half, three quarters
     and all of it.
 
     Args:
@@ -199,30 +200,32 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
 
 
 def _at_strides(table: Sequence[Layer], side: int) -> tuple[str, ...]:
-    """The last layers at strides 4, 8 and 16; empty unless all three lie whole strides apart.
+    """Paths of the last layers at strides 4, 8 and 16; empty unless there is one at each.
 
     Only the network's parts and the parts of these count: further inside, a stride begins before
-    the network's features of that stride are complete.
+    the network's features of that stride are complete. A stride has to divide the image's side.
     """
     latest: dict[int, str] = {}
-    for x in sorted(table, key=attrgetter("finished")):
-        layout = x.layout if x.path and x.runs == 1 and x.path.count(".") <= 1 else None
-        if layout and (layout.axes == "tokens" or layout.stride * (x.shape or ())[-2] == side):
-            latest[layout.stride] = x.path
+    for layer in sorted(table, key=attrgetter("finished")):
+        path, shape = layer.path, layer.shape or ()
+        layout = layer.layout if path and layer.runs == 1 and path.count(".") <= 1 else None
+        if layout and (layout.axes == "tokens" or layout.stride * shape[-2] == side):
+            latest[layout.stride] = path
     return tuple(latest[s] for s in (4, 8, 16)) if latest.keys() >= {4, 8, 16} else ()
 
 
 def _late_blocks(table: Sequence[Layer]) -> tuple[str, ...]:
-    """A transformer's blocks after half, three quarters and all of it; empty for other networks.
+    """Paths of a transformer's blocks after half, three quarters and all; empty for others.
 
     Blocks are the outermost layers of one kind that put out tokens (1, N, C), four at least.
     """
+    # By depth, the layer around them, and kind.
     blocks: dict[tuple[int, str, str], list[str]] = {}
-    for x in sorted(table, key=attrgetter("finished")):
-        if x.shape is not None and len(x.shape) == 3:
-            key = x.path.count("."), x.path.rpartition(".")[0], x.kind
-            blocks.setdefault(key, []).append(x.path)
-    several = [key for key, layers in blocks.items() if len(layers) >= 4]
+    for layer in sorted(table, key=attrgetter("finished")):
+        if layer.shape is not None and len(layer.shape) == 3:
+            key = layer.path.count("."), layer.path.rpartition(".")[0], layer.kind
+            blocks.setdefault(key, []).append(layer.path)
+    several = [key for key, paths in blocks.items() if len(paths) >= 4]
     if not several:
         return ()
     outermost = blocks[min(several)]
@@ -230,30 +233,26 @@ def _late_blocks(table: Sequence[Layer]) -> tuple[str, ...]:
 
 
 class PassThrough(nn.Module):
-    """Stands where a part was that isn't needed: gives back its first argument."""
+    """A module in the place of a dropped one: it returns its first argument."""
 
     def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The first argument, whatever else the part was called with."""
+        """The first argument; the dropped module may have taken others, too."""
         return first
 
 
 def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
-    """Drop every part of a network that isn't needed to compute `layers`, in place.
-
-    A dry run on the meta device, which computes nothing, shows which parameters are touched before
-    the last wanted layer has run; modules none of whose parameters are touched are replaced.
+    """The extractor of some layers: a network without the parts that these layers don't need.
 
     Args:
-        network: on the meta device.
+        network: on the meta device; truncated in place.
         layers: paths or patterns, as `anomaly.hooks.match` takes them.
 
     Returns:
         The extractor, still without weights.
 
     Raises:
-        LayerError: a layer doesn't exist, doesn't run exactly once, or gives neither a map nor
-            tokens; or it gives something else than a map (B, C, h, w), of a network that takes
-            squares only.
+        LayerError: a layer doesn't exist, doesn't run exactly once, or puts out neither a map nor
+            tokens; or tokens, in a network that takes squares of one size only.
     """
     run = truncate_in_place(network, layers)
     side, paths = run.side, tuple(run.outputs)
@@ -276,7 +275,7 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
 
 
 def describe(extractor: FeatureExtractor) -> dict[str, Any]:
-    """The findings of `truncate`'s dry runs as plain values, from which `truncate_again` starts."""
+    """An extractor's layers, layouts and dropped modules as plain values, for a manifest."""
     modules = extractor.network.named_modules()
     return {
         "layers": list(extractor.layers),
@@ -290,10 +289,10 @@ def describe(extractor: FeatureExtractor) -> dict[str, Any]:
 
 
 def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureExtractor:
-    """Truncate a network in place as before, without dry runs, which import torch's compiler (2 s).
+    """The extractor of a description, without dry runs, which import torch's compiler (2 s).
 
     Args:
-        network: on the meta device.
+        network: on the meta device; truncated in place.
         described: the result of `describe`, from a manifest.
 
     Raises:
@@ -302,7 +301,7 @@ def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureE
     for path in described["dropped"]:
         network.set_submodule(path, PassThrough(), strict=True)
     for path in (*described["layers"], *chain(*described["folded"])):
-        network.get_submodule(path)  # which the first pass would miss otherwise
+        network.get_submodule(path)  # raises here, not in the first pass, where it is missing
     layouts = zip(described["axes"], described["channels"], described["strides"], strict=True)
     return FeatureExtractor(
         network.eval(),
@@ -314,16 +313,22 @@ def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureE
 
 
 def truncate_in_place(network: nn.Module, layers: Sequence[str]) -> DryRun:
-    """Drop every part of a network that isn't needed to compute `layers`, in place.
+    """Drop every part of a network that some layers don't need, in place.
+
+    A dry run shows which parameters are read before the last wanted layer has run. A module none of
+    whose parameters are read is replaced.
 
     Args:
         network: on the meta device.
-        layers: paths in any form that `anomaly.hooks.resolve` takes.
+        layers: paths or patterns, as `anomaly.hooks.match` takes them.
+
+    Returns:
+        The dry run, with the layers' paths and outputs.
 
     Raises:
         LayerError: a layer doesn't exist, never runs, runs several times, so that its path doesn't
-            say which output is meant, or puts out several tensors; or the network doesn't take
-            images of this size.
+            say which output is meant, or puts out several tensors; or the network takes no image of
+            the sizes tried.
     """
     paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
     sides = (each for each in probes(network) if takes(network, each, each, paths))
@@ -332,14 +337,14 @@ def truncate_in_place(network: nn.Module, layers: Sequence[str]) -> DryRun:
     return run
 
 
-# By name, for timm isn't imported without need. Its `Conv2dSame` pads as TensorFlow does, its
+# By name, because importing timm takes a second. Its `Conv2dSame` pads as TensorFlow does, its
 # `BatchNormAct2d` is a batch norm that applies an activation itself.
 _CONVOLUTIONS = ("Conv2d", "Conv2dSame")
 _NORMS = ("BatchNorm2d", "BatchNormAct2d")
 
 
 class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A pass of a network of one black image on the meta device, watched up to the last layer.
+    """A pass of a network over one image on the meta device, watched up to the last wanted layer.
 
     It sees operations, also those that no module call would show, so that it doesn't matter how
     the network names or nests its modules.
@@ -366,15 +371,15 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outputs: dict[str, Tensor] = {}
         self.reads: Counter[int] = Counter()
         self._waiting = set(paths)
-        self._names = {module: path for path, module in network.named_modules()}
+        self._paths = {module: path for path, module in network.named_modules()}
         self._calls: Counter[str] = Counter()
-        self._versions: dict[str, int] = {}
-        self._made: dict[int, str] = {}  # convolutions by the id of what they put out
-        self._joined: list[tuple[int, str]] = []  # the id of a batch norm's input, and its path
+        self._versions: dict[str, int] = {}  # PyTorch's counts of an output's changes in place
+        self._made: dict[int, str] = {}  # paths of convolutions by the id of their output
+        self._joined: list[tuple[int, str]] = []  # id of a batch norm's input, and the norm's path
         self._alive: list[Any] = []  # so that no two tensors of the run share an id
         try:
             with self, HookSet(network) as hooks:
-                hooks.forward(nn.Module, self._note)
+                hooks.forward(nn.Module, self._record)
                 _run_dry(network, side, side, network)
         except LayerError:
             if self._waiting:  # behind the last wanted layer no error matters
@@ -406,8 +411,9 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if path not in self.outputs:
                 raise LayerError(f"layer {path!r} gives several tensors; choose another layer")
 
-    def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        path, kind = self._names[module], type(module).__name__
+    def _record(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """The forward hook of every module."""
+        path, kind = self._paths[module], type(module).__name__
         self._calls[path] += 1
         if not self._waiting:
             return
@@ -425,7 +431,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Paths of convolutions whose output only a batch norm reads, with that norm's path."""
+        """Paths of each convolution whose output only a batch norm reads, and of that norm."""
         wanted = {id(output) for output in self.outputs.values()}
         return tuple(
             (self._made[entering], norm)
@@ -437,12 +443,20 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _drop_unused(module: nn.Module, used: set[int], keep: Sequence[str], path: str = "") -> None:
+    """Replace the modules inside a module none of whose parameters are used, in place.
+
+    Args:
+        module: the network, or a module of it.
+        used: ids of the tensors that are read.
+        keep: paths of layers that stay even without parameters.
+        path: the module's path, empty for the network.
+    """
     for name, child in list(module.named_children()):
         inner = f"{path}.{name}" if path else name
         tensors = [*child.parameters(), *child.buffers()]
         wanted = any(p == inner or p.startswith(inner + ".") for p in keep)
         unused = tensors and not wanted and not any(id(t) in used for t in tensors)
-        # A list or a dict of modules has no pass of its own: somebody goes through its members.
+        # A list or a dict of modules is never called: its owner loops over its members.
         if unused and type(child).forward is not nn.Module.forward:
             module.register_module(name, PassThrough())
         else:

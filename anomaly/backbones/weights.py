@@ -1,6 +1,6 @@
-"""Files of backbone weights: where they are looked for, and what is wrong with one.
+"""Files of backbone weights: found on disk or downloaded, checked, and read.
 
-Imports torch only where it reads a file, so that a wrong path is an error at once.
+Torch is imported only where a file is read, so that a wrong path is refused at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 # Tensors of a network by name.
 State: TypeAlias = "dict[str, Tensor]"
 
-# Seconds: until a server has to answer, and the longest that it may pause within a file.
+# Seconds: the time in which a server has to answer, and the longest pause within a file.
 _PATIENCE, _PAUSE = 10.0, 30.0
 
 
@@ -64,22 +64,22 @@ def weights_file(weights: str) -> Path | None:
 def search_folders() -> list[Path]:
     """Folders that are searched for official files, in this order.
 
-    `$ANOMALY_WEIGHTS`, `weights/` in the working directory, and torch's own download cache.
+    `$ANOMALY_WEIGHTS`, `weights/` in the working directory, and torch's own cache of downloads.
     """
     named = os.environ.get("ANOMALY_WEIGHTS")
     return [*([at_home(Path(named))] if named else []), Path("weights"), _downloads()]
 
 
 def _downloads() -> Path:
-    import torch  # only where a file is needed, see above
+    """Torch's own cache of downloads; `weights/` where the user has no home folder."""
+    import torch
 
-    folder = torch.hub.get_dir()
-    # Below "~" where the user has no home folder.
+    folder = torch.hub.get_dir()  # "~/…" without a home folder
     return Path("weights") if folder.startswith("~") else Path(folder, "checkpoints")
 
 
 def official_state(url: str) -> tuple[State, str]:
-    """The tensors in an official torchvision file, and its sha256, which is checked.
+    """The tensors in an official torchvision file by name, and its sha256, which is checked.
 
     Args:
         url: the file's official address; its name carries the first digits of its sha256.
@@ -99,7 +99,7 @@ def official_state(url: str) -> tuple[State, str]:
 
 
 def file_on_disk(url: str) -> Path | None:
-    """An official torchvision file in one of `search_folders`; None if none of them holds it.
+    """The path of an official torchvision file in one of `search_folders`; None if it isn't there.
 
     Args:
         url: the file's official address.
@@ -109,7 +109,7 @@ def file_on_disk(url: str) -> Path | None:
 
 
 def official_file(url: str) -> Path:
-    """An official torchvision file on disk, downloaded if need be.
+    """The path of an official torchvision file, which is downloaded if it isn't on disk.
 
     Args:
         url: the file's official address.
@@ -126,6 +126,12 @@ def _hash_in(name: str) -> str:
 
 
 def _download(url: str) -> Path:
+    """Download an official file into torch's cache.
+
+    Raises:
+        WeightsError: the server can't be reached or refuses, the file has a wrong hash, or it can't
+            be written.
+    """
     # Not `torch.hub.load_state_dict_from_url`: it waits for a silent server for ever.
     name, prefix = url.rpartition("/")[2], _hash_in(url)
     target = _downloads() / name
@@ -156,8 +162,8 @@ def _download(url: str) -> Path:
 def _opened(url: str) -> Any:
     """A server's answer to a request, within `_PATIENCE` seconds.
 
-    An unreachable name server, or an address behind a firewall, would take a minute: the thread
-    that waits for it is left behind.
+    An unreachable name server, or an address behind a firewall, takes a minute to fail. So another
+    thread waits for it, and is left behind.
 
     Raises:
         TimeoutError: no answer within that time.
@@ -179,10 +185,10 @@ def _opened(url: str) -> Any:
 
 
 def read_state(file: Path) -> tuple[State, str]:
-    """The tensors in a `.safetensors` or `.pth` file, and its sha256.
+    """The tensors in a `.safetensors` or `.pth` file by name, and its sha256.
 
     Raises:
-        WeightsError: it can't be read, is damaged, or holds something else.
+        WeightsError: the file can't be read, is damaged, or holds more or other than tensors.
     """
     log.debug("weights from %s", file.absolute())
     try:
@@ -197,7 +203,7 @@ def read_state(file: Path) -> tuple[State, str]:
     except SafetensorError:
         raise damaged from None
     except Exception as error:
-        # torch.load raises half a dozen types, by the place where the file breaks off.
+        # torch.load raises half a dozen types, depending on where the file breaks off.
         if "weights_only" in str(error) and zipfile.is_zipfile(file):
             raise WeightsError(
                 f"{file} holds more than tensors (a whole pickled model?), which could run code; "
@@ -208,12 +214,17 @@ def read_state(file: Path) -> tuple[State, str]:
 
 
 def _loaded(file: Path) -> Any:
+    """The content of a weights file in either format.
+
+    Raises:
+        Exception: of many types, where the file is damaged.
+    """
     import torch
     from safetensors.torch import load_file
 
     with file.open("rb") as stream:
-        # Told apart by content, since names may be wrong: a safetensors file begins with eight
-        # bytes, its header's length, and then the header in JSON.
+        # The content decides, since names may be wrong: a safetensors file begins with 8 bytes, its
+        # header's length, and then the header in JSON.
         if stream.read(9)[8:] == b"{":
             return load_file(file)
         stream.seek(0)
@@ -221,6 +232,11 @@ def _loaded(file: Path) -> Any:
 
 
 def _tensors_of(loaded: Any, file: Path) -> State:
+    """The tensors by name in the content of a weights file.
+
+    Raises:
+        WeightsError: the content isn't a state_dict, and holds none.
+    """
     from torch import Tensor
 
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):

@@ -1,4 +1,4 @@
-"""Config files and settings on the command line -> a checked `Config`."""
+"""Config files and `--set` overrides -> a checked `Config`."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from anomaly.files.writing import at_home
 
 log = logging.getLogger(__name__)
 
-# Where a bare name is looked for after the working directory: its configs/, then our own, inside
-# the package once it is installed and beside it in a checkout.
+# Folders that are searched for a bare name after the working directory: its configs/, then the
+# program's, which lie in the package once it is installed and beside it in a checkout.
 _PACKAGE = Path(__file__).parents[1]
 FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
 
-_LONGEST, _MOST_DIGITS = 1_000_000, 40  # far more than any settings need
+# Characters of a file, and digits of a number: far more than settings need.
+_LONGEST, _MOST_DIGITS = 1_000_000, 40
 
 
 def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
-    """Check plain values against the schema.
+    """A config from plain values, which are checked against the schema.
 
     Args:
         values: settings by key, as YAML gives them.
         where: the source of the settings, for messages.
-        overrides: `key=value` from `--set`, which change the settings.
+        overrides: `key=value` from `--set`; each replaces a setting.
 
     Raises:
-        ConfigError: no mapping, an unknown key, a wrong type or range; a line for each mistake.
+        ConfigError: the values are no mapping, or a key is unknown or a value can't be used. The
+            message has a line for each mistake.
     """
     values, sources = dict(_mapping(values, where)), {}
     for override in overrides:
@@ -58,11 +60,11 @@ def _source(location: tuple[Any, ...], message: str, overrides: Mapping[str, str
     """The overrides that cause a mistake, for its message; empty where the file causes it.
 
     An override causes it if its key is that of the mistake, or lies within or around it. Where
-    settings of several sections don't go together, pydantic gives no location: then the keys in the
-    message count.
+    settings of several sections don't go together, pydantic gives no location; then the overrides
+    whose keys stand in the message cause it.
 
     Args:
-        location: the keys on the way to the mistake, from pydantic.
+        location: the keys that lead to the mistake, from pydantic.
         message: the mistake in words.
         overrides: the text of each `--set`, by its dotted key.
     """
@@ -76,7 +78,7 @@ def _source(location: tuple[Any, ...], message: str, overrides: Mapping[str, str
     return ", ".join(source for name, source in overrides.items() if is_at_fault(name))
 
 
-# The requirement on a value, by pydantic's name for the mistake.
+# The requirement on a value, by pydantic's name for the mistake or by the first part of that name.
 _WANTED = {
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be {ge} or more",
@@ -116,7 +118,11 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def _explained(error: dict[str, Any]) -> str:
-    """A message from pydantic's mistake: the key, its value, and the requirement."""
+    """A mistake in words: the key, its value, and the requirement.
+
+    Args:
+        error: the mistake as pydantic describes it.
+    """
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
     value = error["input"]
@@ -137,6 +143,7 @@ def _explained(error: dict[str, Any]) -> str:
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:
+    """The keys of a section, which other keys lead to."""
     section: Any = Config
     for part in location:
         annotation = section.model_fields[part].annotation
@@ -146,7 +153,7 @@ def _known_keys(location: tuple[Any, ...]) -> list[str]:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML config, its bases and the command line's overrides.
+    """A config from a YAML file, its bases and the command line's overrides.
 
     Args:
         path: a file, or a bare name that is looked up in `FOLDERS`. A file may name another one
@@ -154,7 +161,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         overrides: `key=value` with dotted keys; the value is read as YAML.
 
     Raises:
-        ConfigError: no such file, no YAML, an unknown key, a wrong type or range.
+        ConfigError: there is no such file, it isn't YAML, a key is unknown, or a value can't be
+            used.
     """
     file = find_config(path)
     values = _read_with_base(file, seen=())
@@ -167,7 +175,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _refuse_unread(key: str, override: str, config: Config) -> None:
-    """Refuse an override that the method doesn't read; files may hold settings of any method."""
+    """Refuse an override that changes nothing; files may hold settings of any method.
+
+    Args:
+        key: the override's dotted key.
+        override: the whole override, for the message.
+        config: the config with all overrides.
+
+    Raises:
+        ConfigError: another method, or another setting, takes this setting's place.
+    """
     owners, kind = readers(key), config.model.kind
     if owners and kind not in owners:
         raise ConfigError(
@@ -213,8 +230,12 @@ def _first_file(name: Path, places: Iterable[Path]) -> Path | None:
 def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """The settings in a YAML file and its bases.
 
+    Args:
+        file: the file.
+        seen: the files that are built on this one.
+
     Raises:
-        ConfigError: it can't be read, or isn't a YAML mapping; or there is no such base.
+        ConfigError: a file can't be read or is no YAML mapping; a base isn't there, or leads back.
     """
     if file.resolve() in seen:
         raise ConfigError(
@@ -241,22 +262,27 @@ def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _mapping(values: Any, where: str) -> Any:
+    """The values, which have to be a mapping.
+
+    Raises:
+        ConfigError: they are none.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must hold `key: value` lines, not a {type(values).__name__}")
     return values
 
 
 def parse_yaml(text: str, where: str, *, lines: bool = True) -> Any:
-    """The values in YAML, as far as settings need YAML.
+    """The values in a YAML text.
 
     Args:
         text: a file's text, or the text of one value.
         where: the source of the text, for messages.
-        lines: name the line of a mistake.
+        lines: true if messages name the line of a mistake.
 
     Raises:
-        ConfigError: the text isn't YAML, is larger or deeper than settings are, or holds a key
-            twice, a tag, an alias, or a number that YAML reads otherwise than it looks.
+        ConfigError: the text isn't YAML, is larger or deeper than settings need, or holds a key
+            twice, a tag, an alias, or a number that YAML would misread (010 as 8).
     """
     if len(text) > _LONGEST:
         raise ConfigError(
@@ -265,18 +291,18 @@ def parse_yaml(text: str, where: str, *, lines: bool = True) -> Any:
     try:
         return _Loader(text).get_single_data()
     except _RefusedError as error:
-        what, line = error.args
+        mistake, line = error.args
     except RecursionError:
-        what, line = "this is nested too deep; check brackets and indents", 1
+        mistake, line = "this is nested too deep; check brackets and indents", 1
     except (yaml.YAMLError, ValueError) as error:
-        what = (
+        mistake = (
             "this isn't valid YAML; write `key: value` lines, indented by blanks, and put values "
             "that hold `: ` or brackets in quotes"
         )
         line = text.count("\n", 0, getattr(error, "position", 0)) + 1  # of a control character
         if mark := getattr(error, "problem_mark", None):
             line = f"{mark.line + 1}, column {mark.column + 1}"
-    raise ConfigError(f"{where}{f' line {line}' if lines else ''}: {what}")
+    raise ConfigError(f"{where}{f' line {line}' if lines else ''}: {mistake}")
 
 
 class _RefusedError(ConfigError):
@@ -284,13 +310,17 @@ class _RefusedError(ConfigError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML; refuses keys given twice, numbers that mislead, and aliases.
+    """A reader of YAML that refuses keys given twice, misleading numbers, and aliases.
 
     Aliases of aliases can make a short text fill the memory.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node as yaml.SafeLoader does, unless it is an alias or repeats a key."""
+        """The next node of the text, as from yaml.SafeLoader.
+
+        Raises:
+            _RefusedError: it is an alias, or a mapping that holds a key twice.
+        """
         event = self.peek_event()  # type: ignore[no-untyped-call]
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
@@ -309,7 +339,11 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def number(self, node: yaml.ScalarNode) -> float:
-        """A number that is written as one; in YAML 010 is 8, and 1:30 is 90."""
+        """The number of a node. In YAML 010 is 8, and 1:30 is 90.
+
+        Raises:
+            _RefusedError: the number is written in such a form, or has too many digits.
+        """
         text = node.value
         if re.match(r"[-+]?0[0-9_xb]|.*:", text) or len(text) > _MOST_DIGITS:
             raise _RefusedError(
@@ -328,7 +362,7 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.valu
 
 
 def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of two sources as one; where both have a setting, that of `above` holds."""
+    """Settings from two sources; where both have a setting, that of `above` holds."""
     merged = dict(below)
     for key, value in above.items():
         lower = merged.get(key)
@@ -337,7 +371,7 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-# Settings whose values are text, whatever they look like.
+# Settings whose values are text even where they look like numbers: a folder may be called 2024.
 _TEXTS = ("name", "data.root", "data.category", "backbone.name", "backbone.weights")
 
 
@@ -354,11 +388,11 @@ def _read_override(override: str) -> tuple[str, Any]:
         )
     plain = text.strip()
     if key.strip() in _TEXTS and re.match(r"[-+.0-9]", plain):
-        value: Any = plain  # a folder may be called 2024
+        value: Any = plain
     else:
         value = parse_yaml(text, f"--set {override[:300]}", lines=False)
         if isinstance(value, str) and plain[0] not in "'\"|>":
-            value = plain  # ` #` is no comment here
+            value = plain  # the text as typed: ` #` begins no comment here
     return key.strip(), value
 
 

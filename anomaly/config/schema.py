@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 @dataclass(frozen=True)
 class Method:
-    """Facts about a method that are needed before torch is imported.
+    """Facts about a method that are known without importing torch.
 
     Attributes:
         title: the method's name in the literature.
@@ -20,8 +20,8 @@ class Method:
             empty.
         stages: number of network stages read by default, of those at strides 4, 8 and 16; the
             coarsest are taken first.
-        one_grid: true if it learns each position of the image by itself: all images need one aspect
-            and none can be cut into tiles.
+        one_grid: true if it learns each position of the image by itself, so that all images need
+            one aspect and none can be cut into tiles.
         settings: keys of the section `model` that no other method reads.
         image_scores: values of `model.image_score` that no other method has.
     """
@@ -55,12 +55,16 @@ METHODS = {
 
 
 def readers(key: str) -> list[str]:
-    """The methods that alone read a config's dotted key; empty where it is there for all."""
+    """Names of the methods that alone read a setting; empty where all methods read it.
+
+    Args:
+        key: the setting's dotted key.
+    """
     section, _, name = key.rpartition(".")
     return [kind for kind, m in METHODS.items() if section == "model" and name in m.settings]
 
 
-NAMED_DIGITS = 16  # digits of a file's sha256 by which `chosen_by` names the file
+NAMED_DIGITS = 16  # digits of a file's sha256 that stand for the file in `chosen_by`
 PositiveInt = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=32, le=8192)]
 
@@ -90,6 +94,7 @@ class ShapeConfig(_Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> ShapeConfig:
+        """Check that there is a picture or polygons, and that corners are shares of the sides."""
         if (self.png is None) == (not self.polygons):
             raise ValueError("a region takes either `png` or `polygons`")
         for corner in (value for polygon in self.polygons for point in polygon for value in point):
@@ -146,6 +151,7 @@ class ImageConfig(_Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ImageConfig:
+        """Check that `tile`, `resize` and `crop` go together."""
         if self.tile is not None and self.resize is not None:
             raise ValueError("image.tile and image.resize exclude each other: tiles use image.area")
         if self.crop is None:
@@ -161,7 +167,7 @@ class ImageConfig(_Section):
 
     @property
     def overlap(self) -> int:
-        """Original pixels that neighbouring tiles share: enough for a defect at an edge."""
+        """Width in original pixels of the strip that neighbouring tiles share."""
         return (self.tile or 0) // 8
 
 
@@ -248,10 +254,11 @@ class CalibrationConfig(_Section):
 
     @model_validator(mode="after")
     def _in_order(self) -> CalibrationConfig:
+        """Check that the reject rate is at most the review rate."""
         if self.reject_rate > self.review_rate:
             raise ValueError(
                 f"calibration.reject_rate ({self.reject_rate:g}) is above calibration.review_rate "
-                f"({self.review_rate:g}); what is rejected is never called good"
+                f"({self.review_rate:g}); make it equal or smaller"
             )
         return self
 
@@ -285,7 +292,7 @@ class Config(_Section):
 
     @property
     def image_score_in_force(self) -> str:
-        """The name of the image score."""
+        """The name of the image score that decides; `smallest_defect` replaces the formula."""
         return "smallest_defect" if self.model.smallest_defect else self.model.image_score
 
     @property
@@ -295,6 +302,7 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> Config:
+        """Check settings of one section that exclude, or need, those of another."""
         kind, score = self.model.kind, f"model.image_score={self.model.image_score}"
         turned, tiled = self.model.turned_copies != "none", self.image.tile is not None
         smallest = self.model.smallest_defect
