@@ -253,10 +253,7 @@ def in_parallel(
         yield from map(task, first)
         yield from map(task, source)
         return
-    with (
-        single_threaded(threads),
-        ThreadPoolExecutor(threads, "lane", set_threads, (1,)) as pool,
-    ):
+    with single_threaded(threads), ThreadPoolExecutor(threads, "lane", set_threads, (1,)) as pool:
         yield from prefetch(lambda item: pool.submit(task, item), chain(first, source), threads)
 
 

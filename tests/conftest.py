@@ -270,6 +270,11 @@ def train_arguments(product: Path, output: Path, *overrides: str) -> list[object
     return [*arguments, "--output", output, "--device", "cpu"]
 
 
+def _made_by(name: str, *arguments: object) -> Callable[[Path], None]:
+    """Fills a folder by a command that has to succeed."""
+    return lambda folder: run_command(name, [*arguments, "--output", folder])
+
+
 @pytest.fixture(scope="session")
 def run_folder(product: Path, made_once: MadeOnce) -> Path:
     """A trained PatchCore run; read only."""
@@ -277,42 +282,42 @@ def run_folder(product: Path, made_once: MadeOnce) -> Path:
 
 
 @pytest.fixture(scope="session")
+def padim_folder(product: Path, made_once: MadeOnce) -> Path:
+    """A trained PaDiM run; read only."""
+    return made_once("padim/disc", partial(train, product, "model.kind=padim"))
+
+
+@pytest.fixture(scope="session")
+def resnet_folder(product: Path, made_once: MadeOnce) -> Path:
+    """A trained PatchCore run of a network that sees more than the tests' own; read only."""
+    return made_once("resnet/disc", partial(train, product, "backbone.name=resnet18"))
+
+
+@pytest.fixture(scope="session")
 def bank_export(run_folder: Path, made_once: MadeOnce) -> Path:
     """The PatchCore run for ONNX Runtime; read only."""
-
-    def export(folder: Path) -> None:
-        arguments = ["--model", run_folder, "--to", "onnx", "--output", folder]
-        run_command("export", arguments)
-
-    return made_once("exports/disc", export)
+    return made_once("exports/disc", _made_by("export", "--model", run_folder, "--to", "onnx"))
 
 
 @pytest.fixture(scope="session")
 def inferred(run_folder: Path, product: Path, made_once: MadeOnce) -> Path:
     """Results of the PatchCore run on the test images, with all that `infer` can write."""
-
-    def infer(folder: Path) -> None:
-        outputs = ["--write", "heatmaps", "page", "masks", "regions", "maps"]
-        where = ["--model", run_folder, "--input", product / "test", "--output", folder]
-        run_command("infer", [*where, *outputs])
-
-    return made_once("results/disc", infer)
+    given = ["--model", run_folder, "--input", product / "test", "--write"]
+    outputs = ["heatmaps", "page", "masks", "regions", "maps"]
+    return made_once("results/disc", _made_by("infer", *given, *outputs))
 
 
 @pytest.fixture(scope="session")
 def evaluated(run_folder: Path, made_once: MadeOnce) -> Path:
     """The evaluation of the PatchCore run; read only."""
-    arguments = ["--model", run_folder, "--output"]
-    return made_once(
-        "evaluation/disc", lambda folder: run_command("evaluate", [*arguments, folder])
-    )
+    return made_once("evaluation/disc", _made_by("evaluate", "--model", run_folder))
 
 
 @pytest.fixture(scope="session")
 def explained(run_folder: Path, product: Path, made_once: MadeOnce) -> Path:
     """The explanation of one defective image; read only."""
-    arguments = [product / "test/spot/000.png", "--model", run_folder, "--output"]
-    return made_once("explained/disc", lambda folder: run_command("explain", [*arguments, folder]))
+    image = product / "test" / "spot" / "000.png"
+    return made_once("explained/disc", _made_by("explain", image, "--model", run_folder))
 
 
 @pytest.fixture(scope="session")
@@ -329,18 +334,6 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
         "sys.meta_path.insert(0, Hidden)\n"
     )
     return os.pathsep.join([str(folder), str(REPOSITORY)])
-
-
-@pytest.fixture(scope="session")
-def padim_folder(product: Path, made_once: MadeOnce) -> Path:
-    """A trained PaDiM run; read only."""
-    return made_once("padim/disc", partial(train, product, "model.kind=padim"))
-
-
-@pytest.fixture(scope="session")
-def resnet_folder(product: Path, made_once: MadeOnce) -> Path:
-    """A trained PatchCore run of a network that sees more than the tests' own; read only."""
-    return made_once("resnet/disc", partial(train, product, "backbone.name=resnet18"))
 
 
 @pytest.fixture(scope="session")

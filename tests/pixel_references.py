@@ -13,14 +13,7 @@ from scipy.ndimage import label as scipy_label
 
 from anomaly.evaluation.metrics import PixelAccumulator
 
-NAMES = {
-    "pixel_auroc",
-    "pixel_ap",
-    "pixel_f1_max",
-    "aupro_30",
-    "aupro_05",
-    "lost_defect_share",
-}
+NAMES = {"pixel_auroc", "pixel_ap", "pixel_f1_max", "aupro_30", "aupro_05", "lost_defect_share"}
 
 
 def measured(images, max_bins=1 << 20):

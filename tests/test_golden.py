@@ -29,12 +29,7 @@ _PASSING = {"time", "milliseconds", "path", "model_id", "software_version", "ima
 _FIGURES = ("image_auroc", "image_ap", "pixel_auroc", "pixel_ap", "aupro")
 BOTTLE = SHARED / "data" / "mvtec_ad" / "bottle"
 WEIGHTS = SHARED / "weights" / "resnet50_v1_imagenet_stem_to_layer3.safetensors"
-_SMALL = [
-    "precision=fp32",
-    "backbone.name=resnet18",
-    "backbone.weights=random",
-    "image.area=64",
-]
+_SMALL = ["precision=fp32", "backbone.name=resnet18", "backbone.weights=random", "image.area=64"]
 _SMALL_BANK = [*_SMALL, "model.coreset_ratio=0.1"]
 _BOTTLE = [
     "precision=fp32",

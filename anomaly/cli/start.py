@@ -23,15 +23,7 @@ from anomaly.config.schema import METHODS, Config, readers
 from anomaly.datasets.inputs import listing_of
 from anomaly.datasets.layouts import LIST_SUFFIX, Recognised, open_dataset, recognise
 from anomaly.datasets.samples import Dataset
-from anomaly.desk.check import (
-    Advice,
-    DataReport,
-    Reading,
-    Severity,
-    advice,
-    check,
-    pose_advice,
-)
+from anomaly.desk.check import Advice, DataReport, Reading, Severity, advice, check, pose_advice
 from anomaly.desk.demo import write_sample_data
 from anomaly.errors import DataError, OutputError
 from anomaly.files.writing import at_home, claim, locked, write

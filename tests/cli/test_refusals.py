@@ -83,6 +83,8 @@ calibrate --model model --false-reject-rate 1.5 -> between 0 and 1
 calibrate --model model --false-reject-rate 0 -> between 0 and 1
 calibrate --model model --threshold -1 -> 0 or more
 calibrate --model model --threshold inf -> 0 or more
+calibrate --model model --false-reject-rate 0.3 --review-rate 0.1 -> is above the review rate
+calibrate --model model --threshold 1 --review-threshold 2 -> lies above
 calibrate --model model --review-threshold 4 -> give both
 calibrate --model model --threshold 3 --review-rate 0.1 -> set by hand or found by rates
 calibrate --model model --production good -> give the largest share of them that may be defective

@@ -109,10 +109,7 @@ def controls(text: str) -> set[str]:
 
 @pytest.mark.parametrize("way", ["error", "warning", "note", "remark", "print", "defect", "os"])
 def test_nothing_that_is_said_controls_a_terminal(
-    way: str,
-    command: Command,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    way: str, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f"{HARM} {ORDINARY}\nerror: forged"
 
@@ -146,9 +143,7 @@ def test_nothing_that_is_said_controls_a_terminal(
         assert not re.search("^error: forged", said, re.MULTILINE)
 
 
-def test_nothing_of_a_command_line_comes_back_as_it_was(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_nothing_of_a_command_line_comes_back_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         [HARM],
         ["check", f"--{HARM}"],

@@ -115,11 +115,7 @@ def test_a_file_system_without_locks(
 
 
 def test_every_command_that_writes_minds_the_lock(
-    tmp_path: Path,
-    product: Path,
-    run_folder: Path,
-    command: Command,
-    other_thread: Enter,
+    tmp_path: Path, product: Path, run_folder: Path, command: Command, other_thread: Enter
 ) -> None:
     model, golden, out = (tmp_path / name for name in ("run", "golden", "out"))
     shutil.copytree(run_folder, model)
