@@ -1,7 +1,6 @@
-"""Detector: a trained model as people use it from Python; `anomaly.fit` and `load` give one.
+"""Detector: a trained model as people use it from Python; `anomaly.fit` and `load` make one.
 
-The top floor of the core: it joins what scores, learns, explains, stores and finds thresholds, and
-nothing of these imports it.
+It joins scoring, training, explanation, storage and thresholds; none of these rooms imports it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,11 @@ TrainingImages: TypeAlias = "str | os.PathLike[str] | Dataset | Iterable[ImageLi
 
 @contextmanager
 def _extra_train(what: str) -> Iterator[None]:
-    """Name the extra to install where an import in the block needs torch and there is none."""
+    """Replace a failed import of torch in the block by an error that says what to install.
+
+    Args:
+        what: the public name that needs torch, for the message.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -132,7 +135,7 @@ class Detector:
         """
         waiting: dict[int, ImageLike] = {}
 
-        # An unusable image is handed to `on_error` itself; results know only its index.
+        # `on_error` gets the unusable image itself; a result has only its index.
         def remembered() -> Iterator[ImageLike]:
             for index, image in enumerate([images] if is_one(images) else images):
                 waiting[index] = image
@@ -179,17 +182,17 @@ class Detector:
         history of the folder that the new one is saved to.
 
         Args:
-            good_images: a folder, or a list of images as for `predict`, that the detector hasn't
-                learned from and isn't evaluated on. None takes the scores that the thresholds have
-                been found with.
+            good_images: a folder, or a list of images as for `predict`. The detector mustn't have
+                learned from them or be evaluated on them. By default the stored scores, from which
+                the present thresholds were found.
             reject_rate: share of good parts that may be rejected; the present one by default.
             review_rate: share of good parts that may not be called good; the present one by
                 default.
             threshold: reject above this image score, instead of by rates.
             review_threshold: review above this image score; without it there is no review.
-            force: take thresholds that let known defects pass, or a reject threshold, found by
-                rates, that is higher by more than chance explains, as it is where defects are among
-                the good images.
+            force: accept thresholds that would be refused: because a known defect that is caught
+                now would pass, or because the reject threshold rises by more than chance explains,
+                as it does if defects are among the good images.
 
         Raises:
             DataError: no image can be used, rates or thresholds contradict each other, a known
@@ -217,10 +220,11 @@ class Detector:
 
         Args:
             good_images: a folder, or images as for `predict`, that people have confirmed.
-            defects: images of defects; like known ones, none that is caught now may pass.
-            include_suspects: learn from images that stand out, too, which may be defects taken for
-                good; a warning in the log names them.
-            force: take the update even where a defect that was caught would pass.
+            defects: images of defects. The update is refused if one of them, or a known defect,
+                is caught now and would pass afterwards.
+            include_suspects: learn from images that stand out, too, which may be defects; a warning
+                in the log names them.
+            force: accept the update even if a defect that is caught now would pass.
 
         Raises:
             DataError: a known defect that is caught now would pass, or no image can be learned
@@ -238,7 +242,7 @@ class Detector:
         return Detector(made.agreed(force=force))
 
     def explain(self, image: ImageLike, *, good: str | Path | None = None) -> Explanation:
-        """Evidence for an image's score, in pictures: see `anomaly.explain.page.Explanation`.
+        """Pictures and figures that explain an image's score, see `Explanation`.
 
         Args:
             image: one image, as in `predict`.
@@ -260,7 +264,7 @@ class Detector:
         *,
         progress: Progress = lambda done, total: None,
     ) -> Category:
-        """Score test images and compare with what they show.
+        """Score test images and compare the verdicts with their labels.
 
         Nothing is tuned here: the detector and its thresholds stay as they are.
 

@@ -72,7 +72,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def unwritable(file: Path | str, error: OSError, what: str = "{} can't be written") -> OutputError:
-    """The error to raise where the system refuses to write: a `WriteError` where the disk does.
+    """The error to raise if the system refuses to write: a `WriteError` if the disk is the reason.
 
     Args:
         file: the file or folder that can't be written.
@@ -113,13 +113,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def some(names: Sequence[str], separator: str = ", ", most: int = 3) -> str:
-    """The first few of several names, and how many more there are, as a phrase for a message."""
+    """The first few names and the number of the others, for a message: `a, b, c and 4 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things, as a phrase for a message: `1 image`, `2 images`."""
+    """A number with its noun, for a message: `1 image`, `2 images`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -128,9 +128,10 @@ _JOINERS = "\u200c\u200d"  # spelling needs them
 
 
 def visible(text: str) -> str:
-    """A text in which nothing controls a terminal, breaks a line or turns the writing direction.
+    """A text whose control characters are escaped as in JSON: `\\u001b`.
 
-    Such characters, and bytes of file names that are no text, stand as JSON writes them: `\\u001b`.
+    Escaped are characters that control a terminal, break a line or turn the writing direction, and
+    bytes of file names that aren't text.
     """
     if text.isprintable():
         return text
@@ -141,11 +142,11 @@ def visible(text: str) -> str:
 
 
 def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list[str]:
-    """The first few of several lines, and a last line with the number of the others.
+    """The first few lines, and a last one with the number of the others: `… and 7 more`.
 
     Args:
         lines: all lines.
-        rest: the end of the last line: the kind of the other lines, or the place that has them.
+        rest: end of the last line: a word for the other lines, or the file that has them.
         most: number of lines shown; None for all.
     """
     shown = list(lines[:most])
@@ -153,12 +154,12 @@ def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list
     return [*shown, f"… and {left} more{rest}"] if left else shown
 
 
-# Packages that only the extra `train` installs; exported models run without them.
+# Packages of the extra `train`; exported models run without them.
 _TRAINING = ("torch", "torchvision", "timm", "faiss")
 
 
 def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
-    """The error to raise where a package of the extra `train` isn't installed.
+    """The error to raise if a package of the extra `train` isn't installed.
 
     Args:
         what: the command or public name that needs the package, for the message.
@@ -168,7 +169,7 @@ def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
         An error whose message names the package and says how to install it.
 
     Raises:
-        ModuleNotFoundError: `error` itself, where the package isn't one of that extra.
+        ModuleNotFoundError: `error` itself, if the package isn't one of that extra.
     """
     package = (error.name or "").partition(".")[0]
     if package not in _TRAINING:
@@ -179,7 +180,7 @@ def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
     )
 
 
-# Beginnings of paths that aren't this system's, and a remedy for each.
+# Patterns of paths that this system doesn't have, and a remedy for each.
 _FOREIGN = {
     r"[a-z][a-z0-9+.-]+:/": "; it is a URL: download the images first",
     r"~": "; ~ stands for no folder here, write the path in full",
@@ -188,7 +189,7 @@ _FOREIGN = {
 
 
 def _foreign(error: OSError) -> str:
-    """A remedy for a missing file whose path isn't one of this system; else empty."""
+    """A remedy for a missing file whose path is of another system; empty for other errors."""
     if not isinstance(error, FileNotFoundError) or os.name == "nt":
         return ""
     name = os.fsdecode(error.filename or "")
@@ -196,7 +197,7 @@ def _foreign(error: OSError) -> str:
 
 
 def why(error: BaseException) -> str:
-    """The reason why a file can't be used, in words for a user whom a library has failed."""
+    """The reason of an error in words for a user: libraries' own messages are seldom of use."""
     if isinstance(error, AnomalyError):
         return str(error)
     if isinstance(error, OSError):

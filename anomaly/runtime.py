@@ -1,7 +1,7 @@
-"""The running program: its version, its threads and work side by side on them, its devices.
+"""The running program: its version, threads, parallel work and devices.
 
-Torch, faiss and numpy each have threads of their own; what is set here holds for all of them.
-Passes of a network, blocks of positions and batches of images are handed out to a few threads, each
+Torch, faiss and numpy each have threads of their own; numbers of threads set here hold for all of
+them. Network passes, blocks of positions and batches of images are shared among a few threads, each
 of which computes alone.
 
 Torch is imported only to ask for its devices: exported models are computed without it.
@@ -36,26 +36,24 @@ __version__ = "0.1.0"
 
 log = logging.getLogger(__name__)
 
-# Called with (done, total), numbers of pieces of work.
+# Called with (done, total), numbers of images or other pieces of work.
 Progress: TypeAlias = Callable[[int, int], None]
-# As well, with the name of the stage first.
+# Called with (stage, done, total); the stage is a name such as `features`.
 StageProgress: TypeAlias = Callable[[str, int, int], None]
 
 _counting = threading.Lock()
-# Limits of OpenBLAS to one thread: the same one, once for each open block of `one_blas_thread`.
+# OpenBLAS's limit to one thread, listed once for each open block of `one_blas_thread`.
 _limits: list[Any] = []
 
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """A block in which numpy computes matrix products in the thread that asks for them alone.
+    """Limit numpy's matrix products to one thread while the block runs.
 
-    The threads of its library (OpenBLAS) go on spinning for a twentieth of a second once a product
-    is done. Where there are few cores they keep torch's threads from theirs: on two, the network's
-    next pass took eight times as long.
+    The threads of numpy's library (OpenBLAS) spin for 50 ms after each product, and on few cores
+    they slow torch's threads down: on two cores the network's next pass took eight times as long.
 
-    The number of threads is the whole process's: it is 1 while any thread is in such a block, and
-    what it was before once the last one has left.
+    The limit holds for the whole process, from the first open block to the end of the last one.
     """
     with _counting:
         _limits.append(_limits[0] if _limits else _openblas().limit(limits=1))
@@ -70,7 +68,7 @@ def one_blas_thread() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _openblas() -> Any:
-    """The copies of OpenBLAS that the process has loaded, numpy's among them if it has one."""
+    """Controller of all copies of OpenBLAS in this process, numpy's among them."""
     import numpy  # noqa: F401 – loads its own
     from threadpoolctl import ThreadpoolController
 
@@ -78,9 +76,9 @@ def _openblas() -> Any:
 
 
 def cores() -> int:
-    """Processors that this process may use: those that `OMP_NUM_THREADS` asks for, if it is set.
+    """Number of processors for this process: `OMP_NUM_THREADS`, if it is set.
 
-    Without it, at most as many as its container's quota pays for.
+    Without it, the processors that the system and the container's quota allow.
     """
     if (asked := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdecimal():
         return max(1, int(asked))
@@ -90,50 +88,50 @@ def cores() -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """Processors' worth of time that the Linux control groups (version 2) of this process allow it.
+    """Number of processors that Linux control groups (version 2) allow this process, as a fraction.
 
-    A group's own quota and those of all groups around it hold.
+    Each group limits the groups inside it as well.
 
     Args:
         root: folder that holds `proc/self/cgroup` and `sys/fs/cgroup`.
 
     Returns:
-        The least quota, such as 1.5; infinity where there is none.
+        The lowest quota, such as 1.5; infinity where there is none.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return math.inf
-    least = math.inf
+    lowest = math.inf
     for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
         # Seen from inside a container the path may be the host's: the mount is then the group.
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
             with suppress(OSError, ValueError, ZeroDivisionError):  # "max" is no number
                 quota, period = (root / "sys/fs/cgroup" / group / "cpu.max").read_text().split()
-                least = min(least, int(quota) / int(period))
-    return least
+                lowest = min(lowest, int(quota) / int(period))
+    return lowest
 
 
 def use_threads(count: int) -> None:
-    """Set how many threads the program computes with, in torch as well."""
+    """Set the number of threads that the program computes with, in torch as well."""
     _counts.program = count
     set_threads(count)
 
 
 def program_threads() -> int:
-    """Number of threads that the program computes with, whatever this thread does."""
+    """Number of threads that the program computes with; this thread may have fewer."""
     return _counts.program or cores()
 
 
 def get_threads() -> int:
-    """The number of threads that this thread computes with: torch's, where torch is imported."""
+    """Number of threads that this thread computes with: torch's, where torch is imported."""
     if torch := imported_torch():
         return int(torch.get_num_threads())
     return getattr(_own, "threads", None) or program_threads()
 
 
 def set_threads(count: int) -> None:
-    """Set how many threads this thread computes with: 1 in a forked process, see `_after_fork`."""
+    """Set the number of threads that this thread computes with; 1 in a fork, see `_after_fork`."""
     count = 1 if _counts.forked else count
     _own.threads = count
     if torch := imported_torch():
@@ -141,28 +139,32 @@ def set_threads(count: int) -> None:
 
 
 def imported_torch() -> ModuleType | None:
-    """Torch, if the program has imported it, and is done with that."""
+    """The torch module, if the program has imported it completely."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "set_num_threads") else None
 
 
 def apply_thread_limit() -> None:
-    """Have a thread of the caller's compute with as many threads as the program has.
+    """Let the calling thread compute with as many threads as the program has.
 
-    What `torch.set_num_threads` sets holds for its own thread, and for threads that haven't used
-    torch yet. One that comes while others compute alone would stay alone, and its last digits
-    could differ.
+    `torch.set_num_threads` holds for its own thread, and for threads that haven't used torch yet.
+    A thread that begins while others are `single_threaded` would inherit their single thread, and
+    the last digits of its scores could differ.
     """
     with _setting:
         if _counts.single and not getattr(_own, "known", False):
             set_threads(_counts.before)
-        get_threads()  # takes over what holds now
+        get_threads()  # by reading it, this thread takes over torch's present number
     _own.known = True
 
 
 @contextmanager
 def single_threaded(threads: int) -> Iterator[None]:
-    """Have this thread, which computes with so many threads, compute with one."""
+    """Let this thread compute with one thread while the block runs.
+
+    Args:
+        threads: number of threads that it computes with before and after the block.
+    """
     with _setting:
         if not _counts.single:
             _counts.before = threads
@@ -201,9 +203,8 @@ _own = threading.local()  # `threads` that it computes with; `known` once its li
 def _after_fork() -> None:
     """Make a forked process compute with one thread.
 
-    A fork has none of its parent's threads, but OpenMP, with which torch and faiss compute, still
-    counts on them, and waits for ever for what they ought to have done. Locks that another thread
-    held stay locked.
+    A fork lacks its parent's threads. OpenMP, with which torch and faiss compute, doesn't know, and
+    would wait for their work for ever. Locks that another thread held would stay locked.
     """
     global _counting, _setting, _counts
     _counting, _setting = threading.Lock(), threading.Lock()
@@ -224,26 +225,25 @@ os.register_at_fork(after_in_child=_after_fork)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Called as map(task, items): [task(item) for item in items]. No task may depend on another.
+# map(task, items) returns [task(item) for item in items]; no call may depend on another.
 ParallelMap = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 
 def in_parallel(
     task: Callable[[Item], Result], items: Iterable[Item], device: torch.device
 ) -> Iterator[Result]:
-    """`map(task, items)`, several at once on a CPU, in order.
+    """Results of `task(item)` in the order of the items, several at once on a CPU.
 
-    Torch's own threads share each operation and wait for one another at its end. Here each of as
-    many threads as the program has carries a batch through alone: as fast on a quiet machine, and
-    up to 1.6 times as fast where decoding or another program uses the same cores. Results don't
-    depend on the number of threads.
+    Torch's own threads share each operation and wait for one another at its end. Here each thread
+    computes a whole batch alone: as fast on a quiet machine, and up to 1.6 times as fast where
+    decoding or another program uses the same cores. Results don't depend on the number of threads.
 
-    While there are items left, the caller's thread computes alone, too. A GPU takes one item after
-    another, and so does a CPU when there is only one.
+    Until the last item the caller's thread has one thread for its own operations as well. A GPU
+    takes one item after another, and a CPU computes a single item with all threads.
 
     Args:
-        task: may not depend on the order of calls.
-        items: read in the caller's thread, no further ahead than there are threads.
+        task: function of one item; must not depend on the order of calls.
+        items: read in the caller's thread, as many ahead as there are threads.
         device: the device on which the task computes.
     """
     source = iter(items)
@@ -259,18 +259,18 @@ def in_parallel(
 
 @contextmanager
 def parallel_pool(device: torch.device) -> Iterator[ParallelMap]:
-    """Share pieces of work among single-threaded workers.
+    """Threads that share pieces of work; each thread computes alone.
 
-    Torch's own way splits every single operation and has all threads meet at its end. For
-    operations of some microseconds the meeting costs more than the work, and where another
-    program uses a core, ten times more. Here nobody waits before the last piece, and results
-    don't depend on the number of threads.
+    Torch splits every operation among all threads, which then wait for one another. For operations
+    of some microseconds that waiting takes longer than the work, and ten times as long where
+    another program uses a core. Here threads wait for the last piece only, and results don't depend
+    on the number of threads.
 
     Args:
-        device: the device on which the work is done. A GPU takes one piece after another.
+        device: the device on which the task computes; a GPU takes one piece after another.
 
     Yields:
-        The function that hands out. Inside the context this thread, too, computes alone.
+        The function that shares the work. In the block the caller's thread, too, computes alone.
     """
     threads = get_threads()
     if device.type != "cpu" or threads == 1:
@@ -292,7 +292,7 @@ def parallel_map(
 
 
 def _in_this_mode(task: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A task for other threads, in which torch tracks gradients if it does so in this one."""
+    """A task that runs in torch's inference mode in any thread, if the caller's thread is in it."""
     torch = imported_torch()
     if torch is None:
         return task
@@ -309,10 +309,10 @@ _property_locks: list[locked_cached_property[Any]] = []  # one for each in the p
 
 
 class locked_cached_property(cached_property[Result]):  # noqa: N801 – used as a decorator
-    """`functools.cached_property` for what takes seconds or much memory to compute.
+    """`functools.cached_property` with a lock, for values that take seconds or much memory.
 
-    Since Python 3.12 that has no lock: as many threads as ask at the same time each compute their
-    own. Here the others wait for the first one's.
+    Without the lock, which Python 3.12 has removed, threads that ask at the same time would each
+    compute the value. Here they wait for the first thread's.
     """
 
     def __init__(self, compute: Callable[[Any], Result]) -> None:
@@ -321,7 +321,7 @@ class locked_cached_property(cached_property[Result]):  # noqa: N801 – used as
         _property_locks.append(self)
 
     def renew(self) -> None:
-        """Take a fresh lock."""
+        """Replace the lock, which a thread that a fork lacks may hold."""
         self._lock = threading.RLock()
 
     def __get__(self, instance: Any, owner: type[Any] | None = None) -> Result:  # type: ignore[override]
@@ -330,11 +330,11 @@ class locked_cached_property(cached_property[Result]):  # noqa: N801 – used as
             return value
 
 
-_ASK_EVERY = 0.2  # seconds: how long a stop may go unnoticed
+_ASK_EVERY = 0.2  # seconds between two questions whether to stop
 
 
 class StoppedError(Exception):
-    """The results aren't wanted any more: a signal has come."""
+    """A signal has come, so results that aren't there yet are dropped."""
 
 
 def prefetch(
@@ -343,16 +343,16 @@ def prefetch(
     count: int,
     stopped: Callable[[], bool] | None = None,
 ) -> Iterator[Result]:
-    """The results of each item, in order, begun up to `count` items ahead.
+    """Results of items in order; work on the next `count` items has begun already.
 
     Args:
-        submit: begins to work on an item.
-        items: read no further ahead than that.
-        count: results that may be on their way besides the one that is waited for.
-        stopped: asked five times a second while a result is waited for; True ends it.
+        submit: begins to work on an item, and returns its future result.
+        items: items of work; `count` + 1 of them are read ahead.
+        count: number of items in work besides the one whose result is next.
+        stopped: called five times a second while a result is awaited; True ends the iteration.
 
     Raises:
-        StoppedError: `stopped` has said so.
+        StoppedError: `stopped` has returned True.
     """
     waiting: deque[Future[Result]] = deque()
 
@@ -389,37 +389,37 @@ CPU: torch.device = cast(Any, _Processor())
 def device_of(device: str | torch.device) -> torch.device:
     """Torch's device by its name: `auto` (the GPU where there is one), `cpu` or `cuda`.
 
-    Where this is what imports torch, torch computes with as many threads as the program, and with
-    no more than there are processors for it.
+    If torch is imported only now, it gets the program's number of threads, or as many as there are
+    processors.
 
     Raises:
         AnomalyError: there is no such device here.
     """
-    first = imported_torch() is None
+    is_first = imported_torch() is None
     import torch
 
-    if first:
+    if is_first:
         torch.set_num_threads(_counts.program or min(torch.get_num_threads(), cores()))
     has_gpu = torch.cuda.is_available()
     name = str(device)
     if name == "auto":
         name = "cuda" if has_gpu else "cpu"
-    place = None
+    chosen = None
     with suppress(RuntimeError):
-        place = torch.device(name)
-    if place is None or place.type not in ("cpu", "cuda"):
+        chosen = torch.device(name)
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
         raise AnomalyError(f"device {name!r}: give 'auto', 'cpu' or 'cuda'")
-    if place.type == "cuda" and not has_gpu:
+    if chosen.type == "cuda" and not has_gpu:
         raise AnomalyError(f"device {device}: torch finds no usable GPU here; use cpu or auto")
-    log.debug("on %s (asked for: %s), %d threads", place, device, program_threads())
-    return place
+    log.debug("on %s (asked for: %s), %d threads", chosen, device, program_threads())
+    return chosen
 
 
 def check_fork(device: torch.device) -> None:
-    """Refuse a model's GPU in a process that was forked, which the GPU doesn't answer.
+    """Refuse to compute on the GPU in a fork of the process that has put the model there.
 
     Raises:
-        AnomalyError: the model was put on the GPU before the fork.
+        AnomalyError: the model lies on the GPU, which doesn't answer this process.
     """
     if device.type == "cuda":
         import torch
@@ -435,14 +435,14 @@ def check_fork(device: torch.device) -> None:
 def has_bf16(device: torch.device) -> bool:
     """True if a device multiplies bfloat16 faster than float32.
 
-    On a CPU both have to be there: the processor's instructions, and oneDNN's leave to use them,
-    which ONEDNN_MAX_CPU_ISA takes away.
+    A CPU needs the instructions, and oneDNN must be allowed to use them: ONEDNN_MAX_CPU_ISA may
+    forbid it.
     """
     import torch
 
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    read = getattr(torch.cpu, "get_capabilities", dict)  # newer than the oldest torch we take
+    read = getattr(torch.cpu, "get_capabilities", dict)  # the oldest torch allowed lacks it
     instructions: dict[str, object] = read()
     if not any(bool(instructions.get(name)) for name in ("avx512_bf16", "amx_bf16", "arm_bf16")):
         return False
@@ -450,17 +450,16 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def release_memory() -> None:
-    """Give free memory back to the system.
+    """Give free memory back to the system; takes some milliseconds.
 
-    Large arrays of many sizes that come and go leave gaps, which glibc keeps: without this, a
-    process that reads a few thousand images ends up holding gigabytes of them. Takes some
-    milliseconds.
+    Large arrays of many sizes leave gaps in memory, which glibc keeps: without this call, a process
+    that reads a few thousand images ends up with gigabytes of gaps.
     """
-    if hasattr(c := ctypes.CDLL(None), "malloc_trim"):  # only glibc has the call
+    if hasattr(c := ctypes.CDLL(None), "malloc_trim"):  # glibc's alone
         c.malloc_trim(0)
 
 
 def peak_memory() -> int:
-    """The most memory that this process has held so far, in bytes."""
+    """Highest memory use of this process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

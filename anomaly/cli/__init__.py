@@ -26,7 +26,7 @@ from anomaly.runtime import __version__, cores, use_threads
 
 log = logging.getLogger(__name__)
 
-_GARBAGE = 10_000  # objects made since the last search for garbage
+_GARBAGE = 10_000  # new objects after which Python searches for garbage again
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,9 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    """Run one command, with its output made plain already; returns the exit code."""
     _set_environment()
     use_threads(cores())  # torch and faiss follow when they are imported
-    # Importing torch makes so many objects that looking for garbage among them takes a sixth of it.
+    # Importing torch makes so many objects that searching them for garbage takes 1/6 of the time.
     gc.set_threshold(_GARBAGE)
     try:
         options = _parse(arguments or ["--help"])
@@ -129,16 +130,17 @@ def execute(arguments: Sequence[str], **more: object) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Run a parsed command; returns its exit code."""
     _check_paths(options)
     return _run_of(options.command)(options)
 
 
 def _check_paths(options: argparse.Namespace) -> None:
-    """Refuse an impossible model or config before torch is imported, which takes seconds.
+    """Refuse an impossible --model or --config before torch is imported, which takes seconds.
 
-    A wrong model among several is left to the command, which goes on with the others.
+    Where several models are named, the command refuses a wrong one and goes on with the others.
     """
-    # Imports lie in the branches: a refusal doesn't wait for what it doesn't need.
+    # Imported in the branches, so that a refusal doesn't wait for imports that it doesn't need.
     model, config = (getattr(options, name, None) for name in ("model", "config"))
     if isinstance(model, list):
         model = model[0] if len(model) == 1 else None
@@ -227,9 +229,9 @@ def _run_of(command: str) -> Callable[[argparse.Namespace], int]:
 
 
 def annex(name: str) -> Any:
-    """A module of `anomaly` that is imported only now, or lies above this room.
+    """Import a module of `anomaly` that is slow to import, or lies above this room.
 
     Args:
-        name: below `anomaly`.
+        name: the module's name without `anomaly.`.
     """
     return importlib.import_module(f"anomaly.{name}")

@@ -53,6 +53,13 @@ def run_calibrate(options: argparse.Namespace) -> int:
 
 
 def _recalibrate(options: argparse.Namespace, asked: Asked, images: dict[str, list[Sample]]) -> int:
+    """Show what other thresholds change, and save them; returns the exit code.
+
+    Args:
+        options: the command's options.
+        asked: the wishes for thresholds.
+        images: good images, defects and production images, by these options' names.
+    """
     model = load_model(options.model)
     with ProgressLine() as progress:
         made = recalibrate(model, asked, **images, progress=progress)
@@ -121,6 +128,15 @@ def _learn(
     good: list[Sample],
     defects: list[Sample],
 ) -> int:
+    """Show what further good images change, and write the new run; returns the exit code.
+
+    Args:
+        options: the command's options.
+        folder: the model folder to learn from.
+        scratch: a folder for features and judged pictures, deleted afterwards.
+        good: images of --good.
+        defects: images of --defects.
+    """
     from anomaly.desk.update import save_updated, update
 
     model = load_model(folder)
@@ -153,7 +169,7 @@ def _learn(
 
 
 def _confirmed(record: Path, model: Model, scratch: Path) -> Confirmed:
-    """The parts in a line's record that people have judged."""
+    """Parts that people have judged in a line's record; their pictures lie in `scratch`."""
     from anomaly.desk.update import lineage
 
     confirmed: Confirmed = annex("line.record").confirmed_parts(record, lineage(model), scratch)
@@ -167,9 +183,9 @@ def _confirmed(record: Path, model: Model, scratch: Path) -> Confirmed:
 
 
 def run_tune(options: argparse.Namespace) -> int:
-    """Try settings, print the results, and write the chosen ones."""
+    """Try settings, print how many defects each catches, and write the best."""
     config = load_config(options.config, options.overrides)
-    output = _tuned(options)
+    output = _tuned_file(options)
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
     defects = open_test_images((), options.defects) if options.defects else None
     device = device_of(options.device)
@@ -196,8 +212,8 @@ def run_tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tuned(options: argparse.Namespace) -> Path:
-    """The YAML file to write.
+def _tuned_file(options: argparse.Namespace) -> Path:
+    """The YAML file that tune writes: --output, or `<config>_tuned.yaml`.
 
     Raises:
         OutputError: the file exists already.

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def run_evaluate(options: argparse.Namespace) -> int:
-    """Evaluate every model named, or check the golden parts of one."""
+    """Evaluate the models of --model, or compare the golden parts of one with their record."""
     if options.golden is not None:
         return _check_golden(options)
     if options.output is None:
@@ -83,6 +83,7 @@ def _check_golden(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Evaluate all models, one after the other; returns the exit code, see `_report`."""
     claim(options.output, FIGURE_FILES, overwrite=options.overwrite)
     categories: list[Category] = []
     failed = 0
@@ -137,6 +138,16 @@ def _evaluate(folder: Path, options: argparse.Namespace) -> Category:
 
 
 def _report(categories: Sequence[Category], failed: int, output: Path) -> int:
+    """Print the figures of all models, and advice.
+
+    Args:
+        categories: the evaluations.
+        failed: number of models that couldn't be evaluated.
+        output: the folder of the reports.
+
+    Returns:
+        0 all done, 3 some models or images failed, 2 none was evaluated.
+    """
     if not categories:
         return 2
     evaluations = [c.evaluation for c in categories]

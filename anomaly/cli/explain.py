@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,6 @@ from anomaly.storage.folder import find_model, read_manifest
 from anomaly.storage.models import config_in, load_model
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from anomaly.backbones.layers import Layer
 
 log = logging.getLogger(__name__)
@@ -40,6 +38,7 @@ def run_explain(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    """Write the evidence into --output, and print the verdict and what to do next."""
     from anomaly.explain.evidence import explained  # needs torch
 
     output: Path = options.output
@@ -75,15 +74,17 @@ def _keep(model: Path, image: Path, verdict: str) -> None:
 
 def run_layers(options: argparse.Namespace) -> int:
     """Print the tree of a network's layers as a table."""
-    from anomaly.backbones.layers import layer_table
+    from anomaly.backbones.layers import default_layers, layer_table
     from anomaly.backbones.networks import build
 
     if options.input_size < 1:
         raise AnomalyError(f"--input-size is {options.input_size}; it must be 1 or more")
+    hooked: dict[str, str] = {}
     if options.model is None:
         name = options.backbone
         network = build(name)
-        hooked = _hooked_by_default(name, network)
+        with suppress(ConfigError):  # a network without defaults
+            hooked = _hooked_by_default(default_layers(name, network, 3))
     else:
         folder = find_model(options.model)
         name = config_in(folder).backbone.name
@@ -95,20 +96,26 @@ def run_layers(options: argparse.Namespace) -> int:
     return 0
 
 
-def _hooked_by_default(name: str, network: nn.Module) -> dict[str, str]:
-    """Names of the methods that hook a layer by default, by the layer's path."""
-    from anomaly.backbones.layers import default_layers
+def _hooked_by_default(layers: Sequence[str]) -> dict[str, str]:
+    """Methods that hook a layer by default, by the layer's path: `patchcore, padim`.
 
+    Args:
+        layers: paths of the ends of the network's first three stages.
+    """
     hooked: dict[str, str] = {}
-    with suppress(ConfigError):  # a network without defaults
-        layers = default_layers(name, network, 3)
-        for kind, method in METHODS.items():
-            for layer in layers[-method.stages :]:
-                hooked[layer] = f"{hooked[layer]}, {kind}" if layer in hooked else kind
+    for kind, method in METHODS.items():
+        for layer in layers[-method.stages :]:
+            hooked[layer] = f"{hooked[layer]}, {kind}" if layer in hooked else kind
     return hooked
 
 
 def _row(layer: Layer, hooked: Mapping[str, str]) -> tuple[str, ...]:
+    """A layer's cells in the table, in the order of `_COLUMNS`.
+
+    Args:
+        layer: the layer; the network itself has an empty path.
+        hooked: notes for the last column, by a layer's path.
+    """
     depth = layer.path.count(".") + 1 if layer.path else 0
     return (
         "  " * depth + (layer.path or "(network)"),
@@ -125,6 +132,15 @@ def _row(layer: Layer, hooked: Mapping[str, str]) -> tuple[str, ...]:
 def _summary(
     name: str, size: int, table: list[Layer], hooked: Mapping[str, str], trained: bool
 ) -> str:
+    """The table's last line: the network's size, and the share that a model computes.
+
+    Args:
+        name: the network's name.
+        size: side of the square image, in pixels.
+        table: the network's layers, the network itself first.
+        hooked: notes on hooked layers, by their paths.
+        trained: they are those of a trained model.
+    """
     whole = table[0]  # the network itself
     text = (
         f"\n{name} at {size}×{size}: {whole.parameters / 1e6:.1f} million parameters, "

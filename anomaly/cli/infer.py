@@ -168,6 +168,14 @@ def _print_escapes(model: Model, folder: Path) -> None:
 
 
 def _print_rows(rows: list[Row], speed: float, output: Path, page: str) -> None:
+    """Print reasons for review, unusable images, the speed, and the places of results.
+
+    Args:
+        rows: rows of all images, in order.
+        speed: images a second.
+        output: the output folder.
+        page: the phrase that names results.html, or nothing.
+    """
     reasons = [
         f"{row.verdict}: {row.path}: {row.reason}" for row in rows if row.verdict and row.reason
     ]
@@ -232,6 +240,11 @@ def _line(row: Row) -> str:
 
 
 def _check_watch(options: argparse.Namespace) -> None:
+    """Refuse options that --watch can't follow.
+
+    Raises:
+        DataError: --ray is given, or --input isn't a folder or lies in another one.
+    """
     if options.ray is not None:
         raise DataError("--ray can't be given with --watch, which scores on this machine")
     for folder in options.input:

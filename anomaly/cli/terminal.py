@@ -66,6 +66,7 @@ _LOGIN = re.compile(r"(?<=://)[^\s'\"]*@")
 
 
 def _plain(text: str) -> str:
+    """A text whose control characters are escaped, ends of lines aside, and logins hidden."""
     return "\n".join(map(visible, _LOGIN.sub("…@", text).split("\n")))
 
 
@@ -75,6 +76,7 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def _show_defect(*error: Any) -> None:
+    """Print an error's traceback as plain text; stands in for `sys.excepthook`."""
     print(_plain("".join(traceback.format_exception(*error))), end="", file=sys.stderr)
 
 
@@ -159,7 +161,7 @@ def agreed(doubts: Sequence[str], options: argparse.Namespace) -> bool:
     return False
 
 
-_PLAIN_SECONDS = 30.0
+_PLAIN_SECONDS = 30.0  # between two lines of progress where stderr is no terminal
 
 
 class ProgressLine:
@@ -184,7 +186,7 @@ class ProgressLine:
         self._end_stage()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Report that `done` of `total` are through in a stage."""
+        """Show that `done` of `total` pieces of work in a stage are finished."""
         now = time.monotonic()
         if stage != self._stage:
             self._end_stage()
@@ -221,6 +223,7 @@ class ProgressLine:
 
 
 def _time_left(seconds: float) -> str:
+    """A duration as a phrase: `about 3 min left`."""
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= 1.5 * length:
             return f"about {seconds / length:.2g} {unit} left"
@@ -296,8 +299,10 @@ class Stopping:
         return 128 + (self.signal or 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: note it, and interrupt unless it is the first of a polite stop."""
         interrupts = self.signal is not None or not self._politely
         if interrupts and _importing(frame):
+            # The signal comes again, until the import is finished.
             later = threading.Timer(0.05, signal.raise_signal, (number,))
             later.daemon = True
             later.start()
@@ -309,8 +314,8 @@ class Stopping:
     def _end_process(self, theirs: socket.socket) -> None:
         """End the process `PATIENCE_SECONDS` after a signal, unless the command ends before."""
         with self._ours, theirs:
-            first = self._ours.recv(1)
-            if not first:
+            first = self._ours.recv(1)  # the number of a signal, written by Python itself
+            if not first:  # the socket was shut: the outermost block was left
                 return
             inner = self._open[-1] if self._open else self  # a command may end right now
             if inner._politely:
@@ -336,5 +341,6 @@ def _importing(frame: FrameType | None) -> bool:
 
 
 def _say(message: str) -> None:
+    """Print a message on stderr at once, past the log."""
     with suppress(OSError, ValueError):  # stderr may be closed
         print(message, file=sys.stderr, flush=True)

@@ -31,7 +31,7 @@ _NAMED = 3  # images left out that a message names; train.json has all
 
 
 def run_train(options: argparse.Namespace) -> int:
-    """Train a model."""
+    """Train a model; 0 done, 3 done without some unusable images."""
     config = load_config(options.config, options.overrides)
     output: Path = options.output or Path("runs") / config.name
     data = config.data
@@ -62,6 +62,14 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def _report(summary: dict[str, Any], output: Path, model: Model, reported: Container[str]) -> None:
+    """Print the facts of a training: counts, thresholds, images left out, advice, time.
+
+    Args:
+        summary: the content of train.json.
+        output: the run's folder.
+        model: the trained model.
+        reported: reasons for unusable images that `start` has printed already.
+    """
     thresholds = model.thresholds
     images, vectors = summary["images"]["learned"], summary["bank_vectors"]
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
@@ -87,7 +95,6 @@ def _report(summary: dict[str, Any], output: Path, model: Model, reported: Conta
         )
     for line in weakness_lines(training_weaknesses(Run(model, output, summary))):
         log.info(line)
-    # `start` has reported unusable files itself.
     refused = [reason for reason in summary["refused"].values() if reason not in reported]
     for reason in first_of(refused, "; train.json lists all"):
         log.warning("skipped: %s", reason)
@@ -99,6 +106,7 @@ def _report(summary: dict[str, Any], output: Path, model: Model, reported: Conta
 
 
 def _report_patch_size(summary: dict[str, Any]) -> None:
+    """Print the size of one patch in original pixels, and in mm where the scale is known."""
     (height, width), mm = summary["patch_size"]["pixels"] or (0.0, 0.0), summary["patch_size"]["mm"]
     real = f", {mm[0]:.3g} × {mm[1]:.3g} mm" if mm else ""
     log.info(

@@ -27,7 +27,7 @@ _MARKS = {
 # As spreadsheets save a list in Western Europe, China, Japan, Taiwan, Korea, Poland and Russia.
 CODE_PAGES = ("cp1252", "gb18030", "cp932", "big5", "cp949", "cp1250", "cp1251")
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-# A first line that names the delimiter for Excel.
+# The first line of a list may name its delimiter, for Excel: `sep=;`.
 SEPARATOR = re.compile('"?sep=', re.IGNORECASE)
 # Spreadsheets skip blanks before a formula; a tab or line break can lead into the next cell.
 _GUARDED = re.compile(r"'|[\t\r\n]|\s*[=+\-@]")
@@ -41,7 +41,7 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
 
 
 def csv_rows(text: str) -> list[list[str]]:
-    """Cells of lines that `csv_text` has written, as text.
+    """Cells of a text that `csv_text` has written, row by row.
 
     Raises:
         ValueError: the text isn't CSV.
@@ -54,6 +54,7 @@ def csv_rows(text: str) -> list[list[str]]:
 
 
 def _cell(value: object) -> str:
+    """A value as a cell of CSV; text that a spreadsheet would run gets an apostrophe in front."""
     if not isinstance(value, str):
         return "" if value is None else repr(value)
     text = f"'{value}" if _GUARDED.match(value) else value
@@ -61,6 +62,7 @@ def _cell(value: object) -> str:
 
 
 def _unguarded(cell: str) -> str:
+    """A cell's text without the apostrophe that `_cell` puts in front."""
     return cell[1:] if cell.startswith("'") and _GUARDED.match(cell, 1) else cell
 
 
@@ -90,8 +92,8 @@ def read_rows(
         name: the list's name, for messages.
         columns: known columns. Others are left alone, misspelt ones refused.
         needed: known columns that have to be there.
-        worth: rates a row: the higher, the better it fits the files on disk. The code page in
-            which all rows together fit best is the list's.
+        worth: rates a row by how well it fits the files on disk, higher is better. Of several
+            code pages, the one with the highest sum over all rows is taken.
 
     Raises:
         DataError: no text, no CSV, a column that is missing or misspelt, a row of too many cells;
@@ -114,6 +116,7 @@ def read_rows(
 
 
 def _rows_of(text: str, name: str, columns: Sequence[str], needed: Sequence[str]) -> Rows:
+    """The rows of a decoded list; arguments and errors as in `read_rows`."""
     before, null, _ = text.partition("\0")
     if null:
         line = before.count("\n") + 1
@@ -145,7 +148,7 @@ def _rows_of(text: str, name: str, columns: Sequence[str], needed: Sequence[str]
 
 
 def texts_of(data: bytes) -> list[str]:
-    """A list's text; of one that isn't Unicode the texts in all code pages, and in ASCII."""
+    """The text of a list's bytes; if they aren't Unicode, one text for each code page that fits."""
     mark = next(filter(data.startswith, _MARKS), b"")
     encoding, rest = _MARKS.get(mark, "utf-8"), data.removeprefix(mark)
     # What is marked as UTF-8 is in no code page: other bytes are those of file names.
@@ -162,6 +165,14 @@ def texts_of(data: bytes) -> list[str]:
 def _check_columns(
     name: str, present: Sequence[str], columns: Sequence[str], needed: Sequence[str]
 ) -> None:
+    """Refuse a header that misspells a known column or lacks a needed one.
+
+    Args:
+        name: the list's name, for messages.
+        present: the header's columns.
+        columns: all known columns.
+        needed: columns that have to be there.
+    """
     absent = [column for column in columns if column not in present]
     for column in set(present) - set(columns):
         if close := difflib.get_close_matches(column, absent, 1, 0.8):
@@ -175,11 +186,11 @@ def _check_columns(
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Lines of a table with columns of even width, flush right except those in `left`.
+    """Lines of a table for a terminal; all cells of a column are padded to one width.
 
     Args:
-        rows: the head first; columns that are empty below it are left out.
-        left: columns that are flush left.
+        rows: the header, then the rows; a column that is empty below its header is left out.
+        left: indices of columns that are flush left; the others are flush right.
     """
     columns = [
         [f"{cell:<{width}}" if i in left else f"{cell:>{width}}" for cell in column]

@@ -55,8 +55,8 @@ RUN = (*TRAIN, "golden")
 _EXPLANATION, _EXPLANATION_PAGE = "explanation.json", "explanation.html"
 _MANIFEST = "manifest.json"
 LOCK = ".anomaly-lock"
-_ATTEMPTS = 100  # to lock a file that other runs delete as they end
-_NOTE_SECONDS = 0.05  # after which a run that has just got the lock has said who it is
+_ATTEMPTS = 100  # at locking a file that other runs delete as they end
+_NOTE_SECONDS = 0.05  # time that a run needs to write into its lock file who it is
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 # What systems keep beside a user's files. No name that a user may have given: a folder `recycled`.
 _SYSTEM = re.compile(
@@ -68,27 +68,27 @@ _SYSTEM = re.compile(
     r"|thevolumesettingsfolder|files_trashbin|(eh)?thumbs(_vista)?\.db|desktop\.ini|desktop d[bf]",
     re.IGNORECASE,
 )
-# Real paths of what is locked, and the thread that has locked it.
+# Locked folders and files, as real paths, and the threads that have locked them.
 _held: set[tuple[str, int]] = set()
 
 
 def left_by_system(name: str) -> bool:
-    """True if a file or folder of this name is a system's own, never data.
+    """True if a file or folder of this name is the system's, never data.
 
-    Hidden ones, recycle bins, snapshots, thumbnails of network storage, what an archive of macOS
-    holds beside the files.
+    These are hidden ones, recycle bins, snapshots, thumbnails of network storage, and the extra
+    files in archives of macOS.
     """
     return name.startswith(".") or _SYSTEM.fullmatch(name) is not None
 
 
 def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
-    """The entries of a folder that this program's commands have written there.
+    """Names in a folder that this program's commands have written there.
 
-    Nothing is taken for theirs by its name alone, and nothing else in such a folder is.
+    A name alone is no proof: a file must hold what a command writes.
 
     Args:
-        folder: the folder that holds the entries.
-        names: the names of all its entries.
+        folder: a folder of results, or of anything else.
+        names: the names of all its files and subfolders.
     """
     own: set[str] = set()
     if "model" in names and is_model(folder / "model", (_MANIFEST,)):
@@ -109,14 +109,16 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
 
 
 def _others(folder: Path, *, is_own: bool) -> Path | None:
-    """A file of somebody else's in a folder that is to be deleted, or all of it; None for none.
+    """A file that this program hasn't written, in a folder that is to be deleted; None for none.
 
-    In a run's own folders files are recognised by their suffixes; one that its run wasn't to write
-    holds others' files only. What file managers leave (`left_by_system`) isn't counted.
+    In a run's own folders, files are recognised by their suffixes. A folder that the run wasn't
+    asked to write holds other people's files only. Files of the system (`left_by_system`) don't
+    count.
 
     Args:
         folder: the folder to delete, in a run's folder.
-        is_own: True if it is one of `own_outputs`.
+        is_own: True if it is one of `own_outputs`; else the folder itself is returned, if it holds
+            anything.
     """
     if not is_own:
         return folder if any(folder.iterdir()) else None
@@ -132,7 +134,7 @@ def _others(folder: Path, *, is_own: bool) -> Path | None:
 
 
 def _asked_for(folder: Path) -> Collection[str]:
-    """Folders that a run was to write, by its journal; all where no journal says it."""
+    """Folders that a run was asked to write, by its journal; all of them without a journal."""
     for name in (DONE, JOURNAL, WATCHED):
         with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             first, _ = json.JSONDecoder().raw_decode((folder / name).read_text("utf-8"))
@@ -146,6 +148,7 @@ def is_model(folder: Path, names: Collection[str]) -> bool:
 
 
 def _head(file: Path) -> bytes:
+    """The first 1,000 bytes of a file; none if it can't be read."""
     try:
         with file.open("rb") as stream:
             return stream.read(1000)
@@ -154,11 +157,13 @@ def _head(file: Path) -> bytes:
 
 
 def locked(folder: Path) -> AbstractContextManager[None]:
-    """Keep other runs out of a folder; what this made and nothing was written into goes again.
+    """Lock a folder, so that other runs and other threads are refused while the block runs.
+
+    A block within a block of the same thread changes nothing: a command may run others within its
+    lock. Folders that were made for the lock and are empty at the end are removed.
 
     Args:
-        folder: made if need be. One that this thread has locked already stays so: a command may
-            run others within its lock. Another thread of this process is kept out, too.
+        folder: made if it is missing.
 
     Raises:
         OutputError: another run is at work there, or the folder can't be made or written to.
@@ -167,10 +172,10 @@ def locked(folder: Path) -> AbstractContextManager[None]:
 
 
 def locked_file(file: Path) -> AbstractContextManager[None]:
-    """Keep other runs from a file; all others in its folder may be written to meanwhile.
+    """Lock a file, like `locked`; other files in its folder stay free.
 
     Args:
-        file: needn't be there; its folder is made if need be, and goes again as with `locked`.
+        file: may be missing, and so may its folder, which is made.
 
     Raises:
         OutputError: another run writes to it, or its folder can't be made or written to.
@@ -180,11 +185,11 @@ def locked_file(file: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def _locked(what: Path, lock: Path) -> Iterator[None]:
-    """Hold a lock file.
+    """Hold a lock file while the block runs.
 
     Args:
         what: the folder or file that the lock stands for.
-        lock: the lock file; its folder is made if need be.
+        lock: the lock file; its folder is made if it is missing.
     """
     holder = os.path.realpath(what), threading.get_ident()
     if holder in _held:
@@ -203,7 +208,8 @@ def _locked(what: Path, lock: Path) -> Iterator[None]:
             yield
         finally:
             _held.discard(holder)
-            if _is_at(handle, lock):  # before the lock ends: afterwards it may be another run's
+            # Deleted while the lock holds: afterwards the file may be another run's.
+            if _is_at(handle, lock):
                 with suppress(OSError):
                     lock.unlink()
             os.close(handle)
@@ -214,7 +220,16 @@ def _locked(what: Path, lock: Path) -> Iterator[None]:
 
 
 def _take(what: Path, lock: Path) -> int:
-    """The descriptor of a lock file, once the lock is ours."""
+    """Take a lock; returns the descriptor of its file.
+
+    Args:
+        what: the folder or file that the lock stands for.
+        lock: the lock file.
+
+    Raises:
+        OutputError: another run holds it.
+        OSError: the file can't be made.
+    """
     for _ in range(_ATTEMPTS):
         lock.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -235,11 +250,12 @@ def _take(what: Path, lock: Path) -> int:
                 _note(handle)
                 opened.pop_all()
                 return handle
-            # The run that held it has just ended, and taken the file away.
+            # Another run has just ended and deleted the file that was opened here: try again.
     raise OutputError(f"{what} is in use by runs that come and go; try again")
 
 
 def _is_at(handle: int, file: Path) -> bool:
+    """True if a file's name still leads to the file that is open."""
     try:
         return os.path.samestat(os.fstat(handle), file.stat())
     except OSError:
@@ -247,7 +263,7 @@ def _is_at(handle: int, file: Path) -> bool:
 
 
 def _note(handle: int) -> None:
-    """Say in the file who holds it; a full disk is no reason to stop."""
+    """Write into an open lock file who holds it; a full disk is no reason to stop."""
     since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     text = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
     with suppress(OSError):
@@ -256,6 +272,12 @@ def _note(handle: int) -> None:
 
 
 def _in_use(what: Path, handle: int) -> OutputError:
+    """The error where another run holds a lock; names that run.
+
+    Args:
+        what: the folder or file that is locked.
+        handle: descriptor of its lock file.
+    """
     time.sleep(_NOTE_SECONDS)
     who = ""
     with suppress(OSError):
@@ -276,13 +298,13 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
     """Make an output folder and see that results can be written there; nothing is deleted.
 
     Args:
-        folder: made if need be.
+        folder: made if it is missing.
         names: the files and folders that the caller is going to write.
-        overwrite: take those that exist already instead of refusing; `clear` deletes them later.
+        overwrite: accept existing ones instead of refusing them; `clear` deletes them later.
 
     Raises:
-        OutputError: one of them exists, or is a folder that no earlier run has made or that holds
-            something else, or the folder is a model's, or can't be made or written to.
+        OutputError: one of them exists; or it is to be overwritten and holds files that no earlier
+            run has written; or the folder is a model's, or can't be made or written to.
     """
     try:
         if folder.is_file():
@@ -318,11 +340,11 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
 
 
 def clear(folder: Path, names: Iterable[str]) -> None:
-    """Delete an earlier run's outputs, once nothing can keep new ones from taking their place.
+    """Delete an earlier run's outputs; to be called once nothing can refuse the new run any more.
 
     Args:
-        folder: other files in it are left alone.
-        names: files and folders; those that aren't there are passed over.
+        folder: the output folder; other files in it stay.
+        names: files and folders to delete, missing ones among them.
 
     Raises:
         OutputError: one of them can't be deleted.
@@ -341,7 +363,7 @@ def at_home(path: Path) -> Path:
     """A path with the home folder in place of its `~`.
 
     Raises:
-        AnomalyError: nobody of that name has one.
+        AnomalyError: there is no user of that name, or no home folder.
     """
     try:
         return path.expanduser()
@@ -352,7 +374,7 @@ def at_home(path: Path) -> Path:
 
 
 def like(path: Path) -> str:
-    """`"; did you mean 'a', 'b'?"` of what lies beside a missing file; empty without such."""
+    """A hint at files beside a missing one: `"; in /folder did you mean 'a'?"`, or nothing."""
     try:
         present = next(folder for folder in path.absolute().parents if folder.is_dir())
         names = [f.name for f in present.iterdir() if not f.name.startswith(".")]
@@ -363,7 +385,7 @@ def like(path: Path) -> str:
 
 
 def looked_in(path: Path) -> str:
-    """The place where a missing file was looked for, if its path leaves that open; similar names.
+    """A hint at a missing file: the folder in which a relative path was looked up, similar names.
 
     Returns:
         `" (looked in /folder); in /folder did you mean 'a'?"`, or parts of it, or nothing.
@@ -373,9 +395,9 @@ def looked_in(path: Path) -> str:
 
 
 def short_name(name: str) -> str:
-    """A file's or folder's name that every file system takes, with room for a suffix.
+    """A name of a file or folder, short enough for every file system and a suffix.
 
-    A long one is cut between two characters, and a hash of the whole keeps it apart from others.
+    A long name is cut between two characters; a hash of the whole name keeps it unique.
     """
     data = os.fsencode(name)
     if len(data) <= _LONGEST_NAME:
@@ -407,11 +429,11 @@ def as_json(values: Any) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """The values in JSON that this program, or a person, has written.
+    """The values in a text of JSON.
 
     Raises:
-        ValueError: it isn't JSON, is nested too deep, or holds a number that isn't finite or has
-            more digits than any that is written.
+        ValueError: the text isn't JSON, is nested too deep, or holds a number that isn't finite or
+            has more than 40 digits.
     """
     try:
         return json.loads(
@@ -422,22 +444,23 @@ def from_json(text: str | bytes) -> Any:
 
 
 class DamagedError(AnomalyError, ValueError):
-    """A file holds values that can't be meant."""
+    """A file holds impossible values."""
 
 
 def _read_number(text: str) -> float:
+    """A number of JSON: `NaN`, `Infinity` and very long ones are refused."""
     if len(text) > _MOST_DIGITS or not math.isfinite(number := float(text)):
         raise DamagedError(f"it holds the impossible number {text[:_MOST_DIGITS]}")
     return int(text) if text.lstrip("-").isdigit() else number
 
 
 def draft_of(path: Path) -> Path:
-    """A name beside `path` that nobody else uses, for what isn't finished."""
+    """A random name beside `path`, for a file or folder that is being written."""
     return path.with_name(f"{_DRAFT}{secrets.token_hex(8)}{_DRAFT_SUFFIX}")
 
 
 def share(file: Path) -> None:
-    """Give a file that a library made for its owner alone the permissions that the umask leaves."""
+    """Give a file the permissions of any new file; some libraries make it its owner's alone."""
     twin = draft_of(file)
     twin.touch(exist_ok=False)
     shutil.copymode(twin, file)
@@ -448,9 +471,8 @@ def remove_drafts(folder: Path, inside: Iterable[str] = ()) -> None:
     """Delete drafts of files and folders that a killed process couldn't finish.
 
     Args:
-        folder: drafts in it are deleted, not those in its folders, where others may be at work.
-        inside: names of folders in it that hold this program's files only: drafts at any depth
-            are deleted.
+        folder: the folder; drafts in its subfolders stay, since other runs may be at work there.
+        inside: names of subfolders that this run alone writes: drafts at any depth are deleted.
     """
     pattern = f"{_DRAFT}*{_DRAFT_SUFFIX}"
     deep = (draft for name in inside for draft in (folder / name).rglob(pattern))
@@ -464,10 +486,10 @@ def remove_drafts(folder: Path, inside: Iterable[str] = ()) -> None:
 
 @contextmanager
 def draft(file: Path) -> Iterator[Path]:
-    """A path to write to, beside a file whose name it takes if the block ends without an error.
+    """A path to write to, which is renamed to `file` if the block ends without an error.
 
     Args:
-        file: its folder is made if need be.
+        file: the finished file; its folder is made if it is missing.
 
     Raises:
         OutputError: no room, no permission.
@@ -488,8 +510,9 @@ def write(file: Path, content: bytes | str) -> None:
     """Write a file that appears under its name complete or not at all.
 
     Args:
-        file: its folder is made if need be.
-        content: text is written as UTF-8, and the bytes of file names as they are.
+        file: its folder is made if it is missing.
+        content: bytes, or text, which is written as UTF-8; undecoded bytes of file names in it
+            (surrogates) become bytes again.
 
     Raises:
         OutputError: no room, no permission.
@@ -500,11 +523,14 @@ def write(file: Path, content: bytes | str) -> None:
 
 
 class GrowingFile:
-    """A file that grows by whole pieces: one that there is no room for leaves it as it was.
+    """A file that grows by whole pieces: a piece that doesn't fit on the disk leaves no trace.
 
     Args:
-        file: made if need be.
-        end: length in bytes that is kept; what lies behind it is dropped.
+        file: made if it is missing.
+        end: number of bytes to keep; bytes beyond it are dropped.
+
+    Attributes:
+        end: length of the file in bytes.
 
     Raises:
         OutputError: it can't be written.
@@ -531,7 +557,7 @@ class GrowingFile:
             raise unwritable(file, error) from None
 
     def append(self, data: bytes) -> None:
-        """Write one more piece; the system has it when this returns.
+        """Write one more piece; it is in the file when this returns.
 
         Raises:
             OutputError: no room.
@@ -546,9 +572,10 @@ class GrowingFile:
         self.end += len(data)
 
     def close(self) -> None:
-        """Close the file, which then doesn't grow any more."""
+        """Close the file."""
         self._stream.close()
 
     def _drop_torn(self) -> None:
+        """Drop the beginning of a piece that couldn't be written whole."""
         self._stream.seek(self.end)
         self._stream.truncate()
