@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import anomaly
 from anomaly.backbones import networks
 from anomaly.backbones.layers import truncate
-from anomaly.errors import ConfigError, WeightsError
+from anomaly.errors import AnomalyError, ConfigError, WeightsError
 from anomaly.storage.models import load_model
 
 
@@ -99,7 +99,7 @@ def test_names_that_do_not_fit_are_answered(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="has no weights 'lvd'"):
         networks.build("timm/vit_small_patch14_dinov2.lvd")
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ConfigError, match=r"pip install 'anomaly\[train\]'"):
+    with pytest.raises(AnomalyError, match=r"pip install 'anomaly\[train\]'"):
         networks.build("timm/vit_small_patch14_dinov2")
 
 
