@@ -32,7 +32,7 @@ from anomaly.desk.change import (
     new_images,
     price,
 )
-from anomaly.errors import DataError, first_of, some
+from anomaly.errors import DataError, counted, first_of, some
 from anomaly.runtime import StageProgress
 from anomaly.scoring.model import Model, Scored, score
 from anomaly.storage.thresholds import change, earlier_thresholds, recorded
@@ -75,6 +75,7 @@ class Asked:
         Raises:
             DataError: the wishes contradict each other, or a value is out of range.
         """
+        # Only the wishes that somebody has given, by their names in messages.
         rates = {"false-reject": self.false_reject_rate, "review": self.review_rate}
         by_rate = {name: rate for name, rate in rates.items() if rate is not None}
         by_hand = {"threshold": self.threshold, "review threshold": self.review_threshold}
@@ -147,6 +148,7 @@ def recalibrate(
             undone.
     """
     known = known_parts([model], defects)
+    # Nobody has sorted production images, so their lines in the history have a name of their own.
     kind = "production" if production else "good"
     scored: list[Scored] = []
     refused: list[str] = []
@@ -165,6 +167,7 @@ def recalibrate(
     if production:  # scored already; other thresholds change no score
         compared = compare(scored, scored, (model.thresholds, limits))
         cost = Price({**cost.compared, PRODUCTION: compared})
+    # The record by which a later calibration or evaluation knows these images again.
     images = {kind: {str(s.sample.path): s.sha256 for s in scored}} if scored else {}
     if taken:
         images["taken as defects"] = taken
@@ -197,7 +200,7 @@ def _limits(
         learned = _known_scores(model, known)
         return thresholds_from_production(learned, _good_scores(scored), share, *rates)
     scores = _good_scores(scored) if scored else _known_scores(model, known)
-    if asked.threshold is None:
+    if asked.threshold is None:  # by rates
         return thresholds_from(scores, *rates), {}
     review = asked.threshold if asked.review_threshold is None else asked.review_threshold
     return thresholds_by_hand(scores, review, asked.threshold), {}
@@ -213,9 +216,9 @@ def _notes(rates: dict[str, Any], taken: Sequence[str]) -> Iterator[str]:
         )
     if taken:
         yield (
-            f"taken as defects, half of as many as there may be: {some(taken, most=_LISTED)}. For "
-            "an exact value, look at the highest scores, remove the defects and give "
-            "--at-most-defective 0%"
+            f"taken as defects: {counted(len(taken), 'image')} with the highest scores "
+            f"({some(taken, most=_LISTED)}). For exact thresholds look at the highest scores, "
+            "remove the defects and give --at-most-defective 0%"
         )
 
 
@@ -353,6 +356,7 @@ def thresholds_from_production(
     cut = images - max(defects // 2, 1)
     source = f"{images} production images, at most {defects} of them defective"
     good = replace(production.with_rows(rows[:cut]), source=source)
+    # The review threshold of the rest is sound; the reject threshold needs the known scores' ratio.
     calibrated, former = (
         thresholds_from(scores, review_rate, reject_rate) for scores in (good, known)
     )

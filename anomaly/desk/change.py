@@ -258,6 +258,7 @@ def known_parts(models: Sequence[Model], defects: Iterable[Sample] = ()) -> dict
         models: models with golden parts and test splits.
         defects: further defects.
     """
+    # A part of several kinds counts where its kind comes first: defects, then the test split.
     golden = [sample for model in models for sample in golden_samples(model.folder)]
     test = [sample for model in models for sample in _evaluated_on(model)]
     kinds = {
@@ -368,7 +369,7 @@ def samples_of(
         ImageError: an image can't be used; says which and why.
     """
     samples: list[Sample] = []
-    files: list[Path] = []
+    files: list[Path] = []  # listed together, so that names lead from the folder that holds all
     single = isinstance(images, str | os.PathLike) or is_one(images)
     given: Iterable[Any] = [images] if single else cast(Iterable[Any], images)
     for index, image in enumerate(given):

@@ -548,11 +548,12 @@ class Search:
         return [float(worth(trial.scores.only(common), rate).sum()) for trial in self.tried]
 
     def _try_if_it_fits(self, changes: tuple[Change, ...]) -> bool:
+        """Try changes together; False, with the reason noted, if the budget is too small."""
         expected = self._estimate(changes)
         left = self.budget - (time.monotonic() - self._began)
         if expected > left:
-            why = f"takes about {_minutes(expected)}, but only {_minutes(left)} are left"
-            self.skipped[_named(changes)] = why
+            reason = f"needs about {_minutes(expected)}, {_minutes(left)} left (--budget)"
+            self.skipped[_named(changes)] = reason
             return False
         log.info(f"next: {_named(changes)}, {changes[-1].reason} (about {_minutes(expected)})")
         try:
@@ -629,17 +630,17 @@ class Tuning:
             cases = round(1000 * max(self.judgement.chance, 1e-3))
             return (
                 f"use {self.chosen.name}: it catches {self.caught(self.chosen)} of {defects} known "
-                f"defects, your settings catch {caught}. If all {len(self.tried)} settings tried "
-                f"were alike, one would gain as much in at most {cases} of 1,000 cases. Of "
-                "settings that catch about as many, the cheapest in use is chosen"
+                f"defects, your settings catch {caught}. If none of the {len(self.tried)} settings "
+                f"tried were better, such a gain would appear in at most {cases} of 1,000 cases. "
+                "Among settings that catch about as many defects, the cheapest in use is chosen"
             )
         best = max(self.tried, key=self.caught)
         if self.caught(best) <= caught:
             return "your settings stay: no other settings catch more"
         return (
-            f"your settings stay: the best other settings, {best.name}, catch {self.caught(best)} "
-            f"of {defects} known defects and yours catch {caught}; that may be chance, and more "
-            "known defects would tell"
+            f"your settings stay: {best.name} catches {self.caught(best)} of {defects} known "
+            f"defects, your settings catch {caught}, which may be chance. Collect about "
+            "20 more defective parts"
         )
 
     def lines(self) -> list[str]:
@@ -648,17 +649,17 @@ class Tuning:
         lines = text_table([_HEAD, *map(self._row, self.tried)])
         lines += [
             f"defects caught: if {rate} of all good images are flagged; good flagged: good test "
-            "images above the threshold that training finds; ms: time for an image",
+            "images above the threshold that training finds; ms: milliseconds for an image",
             *(f"not tried: {name}: {why}" for name, why in self.skipped.items()),
             "",
             self.reason,
         ]
         caught, flagged = self.judgement.caught, self.judgement.flagged
         lines.append(
-            f"expect of new parts: {caught.count} of {caught.images} defects caught "
+            f"expected of new parts: {caught.count} of {caught.images} defects caught "
             f"({caught.interval}), {flagged.count} of {flagged.images} good images flagged "
-            f"({flagged.interval}; 95 % confidence). To measure this, a fifth of the parts at "
-            "a time was left out, and the others chose"
+            f"({flagged.interval}; 95 % confidence), measured on a fifth of the parts at a time "
+            "while the others chose"
         )
         return lines
 
@@ -679,6 +680,7 @@ class Tuning:
         write(file, head + yaml.safe_dump(values, allow_unicode=True, sort_keys=False, width=100))
 
     def _row(self, trial: Trial) -> tuple[str, ...]:
+        """The table's row of a trial, with the columns of `_HEAD`."""
         defects, good = trial.scores.defects, trial.scores.good
         return (
             trial.name,
@@ -689,6 +691,7 @@ class Tuning:
 
 
 def _too_few(parts: int) -> str:
+    """The reason to compare no settings."""
     return (
         f"known defects on {counted(parts, 'part')} are too few to compare settings; give at least "
         f"{LEAST_DEFECTS} defective parts, better 20, with --defects FOLDER"
@@ -696,7 +699,9 @@ def _too_few(parts: int) -> str:
 
 
 def _minutes(seconds: float) -> str:
-    return f"{max(seconds, 0):.0f} s" if seconds <= 120 else f"{seconds / 60:.0f} min"
+    """A time in minutes and seconds."""
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    return f"{minutes}:{rest:02} min"
 
 
 def tune(

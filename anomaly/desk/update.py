@@ -92,6 +92,7 @@ def update(
     )
     if caution := ThresholdChange(before, after).caution:
         log.warning(caution)
+    # The suspects aside: the notes compare the same images before and after.
     hashes = set(learned.hashes.values())
     scored_before = [image for image in score(model, images) if image.sha256 in hashes]
     for name, value in learned.suspects.items():
@@ -134,7 +135,7 @@ def save_updated(model: Model, source: Path, output: Path, *, overwrite: bool = 
     answers = {} if parts is None else score_golden(model, parts)
     claim(output, RUN, overwrite=overwrite)
     model_id = save(model, output / "model", overwrite=overwrite)
-    clear(output, ("golden", "suspects"))
+    clear(output, ("golden", "suspects"))  # both belong to the earlier model there
     if parts is not None:
         with appearing(output / "golden") as draft:
             shutil.copytree(parts, draft, dirs_exist_ok=True)

@@ -194,6 +194,7 @@ def region_page(path: Path, decoding: Decoding) -> str:
     Raises:
         ImageError: the image can't be decoded.
     """
+    # In a decoding process, whose memory and time are limited.
     small = thumbnail(display(read_one(read_image, path, decoding, about=path)), _PIXELS)
     width, height = small.source
     photo = f"data:image/jpeg;base64,{pictured(small)['photo']}"

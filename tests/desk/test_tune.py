@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_left_out_and_too_few_defects_are_refused(
     assert code == 0, err
     assert "your settings stay: no other settings catch more" in out
     assert "not tried: model.turned_copies=quarter_turns: " in out
-    assert (out + err).count("takes about") == out.count("not tried: ")
+    assert (out + err).count("needs about") == out.count("not tried: ")
     before, tuned = load_config("folder.yaml", base), load_config(output)
     assert (tuned.model, tuned.image, tuned.backbone) == (
         before.model,
