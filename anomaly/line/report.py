@@ -1,4 +1,4 @@
-"""`anomaly report`: what a line has done in a shift, a day or a month, as a page and CSV files."""
+"""`anomaly report`: a shift, a day or a month of a line, as a page and CSV files."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ from anomaly.storage.thresholds import (
 )
 
 PAGE = "report.html"
-_NAMES = ("yield", "judgements", "promises", "versions", "kinds", "times", "feedback")
-_FILES = (PAGE, *(f"{name}.csv" for name in _NAMES))
 _PRICES = {"false-reject": "false rejects", "escape": "escapes", "review": "review"}
-_WHY = ("", "Called good, but a defect", "Rejected, but good", "Nearest to a threshold")
+_CAPTIONS = ("", "Called good, but a defect", "Rejected, but good", "Nearest to a threshold")
 _PROMISED = ("model", "promised share", "of parts", "about", "at most", "seen", "compared")
 _SHARES = {"review": "parts flagged", "reject": "good parts rejected"}
 _PROMISES = (
@@ -51,7 +49,7 @@ _DRIFTED = "The scores have drifted: check lamp, lens and product."
 _Cell: TypeAlias = str | int | float | Rate | None
 _Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
 _HOURLY = timedelta(days=2)  # longest period that is counted by the hour
-_OF_THE_PERIOD = "id IN (SELECT id FROM seen WHERE age = 0)"
+_IN_PERIOD = "id IN (SELECT id FROM seen WHERE age = 0)"
 _Promises: TypeAlias = Mapping[str, Promise]  # by the version's id
 
 
@@ -60,15 +58,15 @@ class Period:
     """A period in local time.
 
     Attributes:
-        begin: its first moment; without a zone it is local time.
-        end: the first moment after it.
+        begin: the first moment; local time if it has no zone.
+        end: the first moment after the period.
     """
 
     begin: datetime
     end: datetime
 
     def __post_init__(self) -> None:
-        for name in ("begin", "end"):  # each with its own offset: clocks may change in between
+        for name in ("begin", "end"):  # each gets its own offset: clocks may change in between
             object.__setattr__(self, name, getattr(self, name).astimezone())
 
     @classmethod
@@ -76,7 +74,7 @@ class Period:
         """The period between two dates or times in ISO 8601; the last date belongs to it.
 
         Raises:
-            AnomalyError: one of them is no time, or nothing lies between them.
+            AnomalyError: a text is no time, or the first isn't before the second.
         """
         last = datetime.now() if end is None else _moment(end, "--to", timedelta(days=1))
         period = cls(_moment(begin, "--from"), last)
@@ -86,7 +84,7 @@ class Period:
 
     @property
     def before(self) -> Period:
-        """The previous period of the same length; for whole days, as many of these."""
+        """The previous period of the same length; before whole days, as many whole days."""
         begin, end = (at.replace(tzinfo=None) for at in (self.begin, self.end))
         if begin.time() != end.time() or begin == end:
             return Period(self.begin - (self.end - self.begin), self.begin)
@@ -108,7 +106,7 @@ class Period:
 
 
 def _moment(text: str, option: str, through: timedelta = timedelta()) -> datetime:
-    """A time, local without a zone; for a date, its midnight plus `through`."""
+    """The time that an option gives; for a date, its midnight plus `through`."""
     try:
         moment = datetime.fromisoformat(text)
         if not 2000 <= moment.year < 3000:
@@ -124,16 +122,16 @@ def _moment(text: str, option: str, through: timedelta = timedelta()) -> datetim
 
 @contextmanager
 def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
-    """A connection to a record that has the tables and views of assets/report.sql.
+    """A connection to a record, with the tables and views of assets/report.sql.
 
-    The last judgement of an image counts, even one after the period.
+    The newest judgement of an image counts, even one after the period.
 
     Args:
-        record: of `serve`, which may be in use, or results.jsonl.
+        record: the record of `serve`, which may be in use, or results.jsonl.
         period: the period; the previous one is included, too.
 
     Raises:
-        DataError: there is no such file, or it isn't a record.
+        DataError: the file doesn't exist, or isn't a record.
     """
     if not record.is_file():
         raise DataError(f"there is no record {record}{like(record)}")
@@ -151,36 +149,36 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
 def report(
     record: Path, period: Period, prices: Mapping[str, str], more: _Promises | None = None
 ) -> tuple[dict[str, str], bool]:
-    """Write up a period.
+    """A report of a period.
 
     Args:
-        record: of `serve`, which may be in use, or results.jsonl.
-        period: what it is about.
-        prices: of what `_PRICES` names, as numbers, and the `currency`.
+        record: the record of `serve`, which may be in use, or results.jsonl.
+        period: the period.
+        prices: prices by the names of `_PRICES`, as numbers, and the `currency`.
         more: promises that the record doesn't hold.
 
     Returns:
-        Texts of its files by name, the page first; whether the scores of a model have drifted.
+        Texts of the report's files by name, the page first; whether a model's scores have drifted.
 
     Raises:
         DataError: there is no record.
     """
     with parts_of(record, period) as db:
-        found = db.execute("SELECT model_id, line FROM promises")
-        known = {own: checked(from_json(line), Promise, record) for own, line in found}
+        lines = db.execute("SELECT model_id, line FROM promises")
+        known = {version: checked(from_json(line), Promise, record) for version, line in lines}
         promises = known | dict(more or {})
-        tables = dict(zip(_NAMES, _tables(db, promises), strict=True))
+        tables = _tables(db, promises)
         drifts = dict(_drifts(db, promises))
         pictures = [_picture(*row) for row in db.execute("SELECT * FROM notable")]
         (odd,) = db.execute("SELECT COUNT (*) FROM seen WHERE age = 0 AND NOT by_score").fetchone()
     about = f"{escape(visible(str(record)))} · local time: {escape(period.zone)} · made {utc_now()}"
     drifted = any(drift.alarm for drift in drifts.values())
-    lines = [f"{own}: {line}" for own, drift in drifts.items() for line in drift.lines()]
+    levels = [f"{version}: {line}" for version, drift in drifts.items() for line in drift.lines()]
     content = {
         "Yield": _html(*tables["yield"]),
         "Judgements": _html(*tables["judgements"]),
         "What the models promised": _html(*tables["promises"], note=_PROMISES),
-        "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in lines),
+        "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in levels),
         "Versions of the models": _html(*tables["versions"], note=_VERSIONS),
         "Kinds of defect": _html(*tables["kinds"]),
         "Times": _html(*tables["times"]),
@@ -194,23 +192,27 @@ def report(
     return {PAGE: page} | csv, drifted
 
 
-def _tables(db: sqlite3.Connection, promises: _Promises) -> Iterator[_Table]:
+def _tables(db: sqlite3.Connection, promises: _Promises) -> dict[str, _Table]:
+    """The report's tables by name; None in a cell where it is empty."""
     titles, outcomes = _select(db, "yields")
-    yield titles, [[w, _UNKNOWN.get(w) if n is None else n, *more] for w, n, *more in outcomes]
-    yield _select(db, "judgements")
+    yields = [[name, _UNKNOWN.get(name) if n is None else n, *rest] for name, n, *rest in outcomes]
     scored = db.execute("SELECT * FROM promised")
-    yield _PROMISED, [row for parts in scored for row in _promised(promises, *parts)]
-    titles, rows = _select(db, "versions")
-    lines = [["unknown" if cell is None else cell for cell in row[:-2]] for row in rows]
-    rates = [rate_of(right, n, right / n) if n else None for *_, right, n in rows]
-    both = zip(lines, rates, strict=True)
-    yield [*titles[:-2], "agreement"], [[*line, rate] for line, rate in both]
-    yield _select(db, "kinds")
-    yield _select(db, "times")
-    yield _select(db, "said")
+    promised = [row for parts in scored for row in _promised(promises, *parts)]
+    columns, rows = _select(db, "versions")
+    versions = [[*row, rate_of(right, n, right / n) if n else None] for *row, right, n in rows]
+    return {
+        "yield": (titles, yields),
+        "judgements": _select(db, "judgements"),
+        "promises": (_PROMISED, promised),
+        "versions": ([*columns[:-2], "agreement"], versions),
+        "kinds": _select(db, "kinds"),
+        "times": _select(db, "times"),
+        "feedback": _select(db, "said"),
+    }
 
 
 def _select(db: sqlite3.Connection, view: str) -> tuple[list[str], list[Any]]:
+    """Titles and rows of a view."""
     rows = db.execute(f"SELECT * FROM {view}")
     return [column[0] for column in rows.description], rows.fetchall()
 
@@ -218,47 +220,49 @@ def _select(db: sqlite3.Connection, view: str) -> tuple[list[str], list[Any]]:
 def _promised(
     promises: _Promises, model: str, version: str, parts: int, *counts: Any
 ) -> Iterator[list[_Cell]]:
+    """Rows about the promise of a version: parts flagged, good parts rejected, defects missed."""
     flagged, false_rejects, defects, escapes = counts
     name = f"{model} {version}"
     if (promise := promises.get(version)) is None:
         yield [name, "unknown: name its run with --model", parts, None, None, None, None]
         return
-    for what, rate in promise.rates.items():
-        count = flagged if what == "review" else false_rejects
-        cells: list[_Cell] = [name, _SHARES[what], parts, rate.expected, rate.at_most]
+    for threshold, rate in promise.rates.items():
+        count = flagged if threshold == "review" else false_rejects
+        cells: list[_Cell] = [name, _SHARES[threshold], parts, rate.expected, rate.at_most]
         if count is None:
             yield [*cells, _UNKNOWN["false rejects"], None]
         else:
-            yield [*cells, count / parts, _compared(what, count, parts, rate)]
+            yield [*cells, count / parts, _compared(threshold, count, parts, rate)]
     if defects:
         missed = None if promise.caught is None else 1 - promise.caught
         yield [name, "defects called good", defects, missed, None, escapes / defects, None]
 
 
-def _compared(what: str, count: int, parts: int, rate: Rate) -> str:
+def _compared(threshold: str, count: int, parts: int, rate: Rate) -> str:
+    """The share of parts above a threshold against the promise: `as promised`, `more`, `fewer`."""
     if parts < LEAST_PARTS:
         return f"unknown: fewer than {LEAST_PARTS} parts"
     compared = compare_flagged(count, parts, rate)
-    # Of false rejects only those that people have judged are known.
-    return "as promised" if (what, compared) == ("reject", "fewer") else compared
+    # Only judged false rejects are known, so fewer of them say nothing.
+    return "as promised" if (threshold, compared) == ("reject", "fewer") else compared
 
 
 def _cost(counts: Mapping[str, Sequence[Any]], prices: Mapping[str, str]) -> str:
-    """Price of what is known; empty without prices."""
-    asked = {name: counts[what][0] for name, what in _PRICES.items() if name in prices}
+    """The known cost, for people; empty without prices."""
+    asked = {name: counts[outcome][0] for name, outcome in _PRICES.items() if name in prices}
     known = [float(prices[name]) * count for name, count in asked.items() if isinstance(count, int)]
     if not known:
-        return "unknown" * bool(asked)
+        return "unknown" if asked else ""
     least = "at least " * (len(known) < len(asked))
     return f"{least}{sum(known):,.2f} {prices.get('currency', '')}".strip()
 
 
 def _drifts(db: sqlite3.Connection, promises: _Promises) -> Iterator[tuple[str, Drift]]:
-    """The drift of each model's scores, by its last thresholds."""
+    """The drift of each model's scores by its latest thresholds, with the version's id."""
     replaced = {i for own, promise in promises.items() for i in promise.same_scores if i != own}
     for own in promises.keys() - replaced:
         ids, levels = promises[own].same_scores, promises[own].levels
-        if (drift := Drift(levels, scores_of(db, ids, _OF_THE_PERIOD))).parts:
+        if (drift := Drift(levels, scores_of(db, ids, _IN_PERIOD))).parts:
             yield own, drift
 
 
@@ -270,8 +274,16 @@ def _answer(
     drifted: bool,
     odd: int,
 ) -> str:
-    """The first section: the main figures in words, in the colour of the news."""
-    figures: dict[Any, Any] = {what: values for what, *values in tables["yield"][1]}
+    """The first section: the main figures in words, in the colour of the news.
+
+    Args:
+        tables: the report's tables by name.
+        period: the period.
+        prices: as for `report`.
+        drifted: whether a model's scores have drifted.
+        odd: number of parts that weren't judged by their score.
+    """
+    figures: dict[Any, Any] = {outcome: values for outcome, *values in tables["yield"][1]}
     parts, escapes = figures["all parts"][0], figures["escapes"][0]
     rates = [row[-1] for row in tables["versions"][1] if isinstance(row[-1], Rate)]
     right, judged = sum(rate.count for rate in rates), sum(rate.images for rate in rates)
@@ -280,9 +292,9 @@ def _answer(
     doubts = [f"fewer {row[1]} than promised: {row[0]}" for row in promised if row[-1] == "fewer"]
     if odd > DEFECT_SHARE * parts:
         doubts.append(f"{odd:,} parts not judged by their score: check lamp, lens and product.")
-    shown = {k: v for k, (v, *_) in figures.items() if v and k not in ("all parts", "good")}
+    counts = {k: v for k, (v, *_) in figures.items() if v and k not in ("all parts", "good")}
     lines = [
-        " · ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in shown.items()),
+        " · ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in counts.items()),
         f"before ({period.before}): {_called_good(figures, 2)}",
         f"People agree with {right} of {judged} judged verdicts." if judged else "",
         *more,
@@ -296,7 +308,7 @@ def _answer(
         tone = "reject"
     elif doubts:
         tone = "review"
-    else:  # nothing good is known of parts without a promise
+    else:  # no news is good news only of parts that were promised something
         tone = "good" if 2 * as_promised > parts else ""
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
     heading = _called_good(figures, 0)
@@ -304,6 +316,12 @@ def _answer(
 
 
 def _called_good(figures: Mapping[str, Sequence[Any]], column: int) -> str:
+    """The share of parts that are called good, in words.
+
+    Args:
+        figures: rows of the yield table by outcome, without the outcome.
+        column: 0 for the period, 2 for the previous one.
+    """
     parts = figures["all parts"][column]
     if not parts:
         return "no part on record"
@@ -314,19 +332,20 @@ def _called_good(figures: Mapping[str, Sequence[Any]], column: int) -> str:
 
 
 def _html(titles: Sequence[str], rows: Sequence[Sequence[_Cell]], note: str = "") -> str:
-    """An HTML table; empty without rows."""
+    """An HTML table with a note below; empty without rows."""
     lines = [row_html(_shown(row[0]), map(_shown, row[1:])) for row in rows]
     table = table_html(map(escape, titles), lines) + f'<p class="soft">{note}</p>'
     return table * bool(lines)
 
 
 def _csv(titles: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> str:
-    """A table as CSV; of a rate its estimate."""
+    """A table as CSV, with the estimates of rates."""
     plain = ([c.expected if isinstance(c, Rate) else c for c in row] for row in rows)
     return csv_text([titles, *plain])
 
 
 def _shown(cell: _Cell) -> str:
+    """A cell as HTML; text of clients and people is escaped."""
     match cell:
         case Rate():
             return f"{percent(cell.expected)}<small>{cell.interval}</small>"
@@ -338,13 +357,14 @@ def _shown(cell: _Cell) -> str:
 
 
 def _picture(
-    why: int, part: int, judged: str, model: str, time: str, path: str, verdict: str, *more: Any
+    kind: int, part: int, judged: str, model: str, time: str, path: str, verdict: str, *more: Any
 ) -> str:
+    """A row of the view `notable` as HTML: the heatmap with its caption."""
     *levels, heatmap = more
     judgement = f"; judged {judged}" if judged else ""
     score, review, reject = (f"{value or 0.0:.4g}" for value in levels)
     caption = (
-        f"<b>{_WHY[why]}</b><br>{escape(model)}, part {part}, {escape(visible(path))}"
+        f"<b>{_CAPTIONS[kind]}</b><br>{escape(model)}, part {part}, {escape(visible(path))}"
         f"<br>{time}: {escape(verdict)}{judgement}<br>score {score}, "
         f"review threshold {review}, reject threshold {reject}"
     )
@@ -366,10 +386,10 @@ def run_report(options: argparse.Namespace) -> int:
     more = {} if options.model is None else _promises_of(options.model)
     with locked(options.output):
         files, drifted = report(record, period, prices, more)
-        claim(options.output, _FILES, overwrite=options.overwrite)
+        claim(options.output, files, overwrite=options.overwrite)
         for name, text in files.items():
             write(options.output / name, text)
-    if files["times.csv"].count("\n") == 1:
+    if files["times.csv"].count("\n") == 1:  # the titles alone
         print(f"{options.record} holds no part of {period}, {period.zone}")
     if drifted:
         print(_DRIFTED)
@@ -390,6 +410,11 @@ def _promises_of(model: Path) -> _Promises:
 
 
 def _prices(words: Sequence[str]) -> dict[str, str]:
+    """Prices and currency by name, from the words of `--prices`.
+
+    Raises:
+        AnomalyError: a word isn't valid.
+    """
     prices = dict(word.partition("=")[::2] for word in words)
     for name, price in prices.items():
         with suppress(ValueError):

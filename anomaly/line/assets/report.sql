@@ -67,8 +67,8 @@ CREATE TEMP VIEW versions AS SELECT model || ' ' || model_id AS "model and versi
     strftime ('%Y-%m-%d %H:%M', MIN (time), 'localtime') AS "first part", COUNT (*) AS parts,
     AVG (outcome = 'good') AS good, AVG (outcome = 'review') AS review,
     AVG (outcome = 'reject') AS reject,
-    COALESCE (SUM (false_reject), CASE WHEN TOTAL (outcome = 'reject') = 0 THEN 0 END) AS "false rejects",
-    COALESCE (SUM (escaped), CASE WHEN TOTAL (outcome = 'good') = 0 THEN 0 END) AS escapes,
+    COALESCE (SUM (false_reject), IIF (TOTAL (outcome = 'reject') = 0, 0, 'unknown')) AS "false rejects",
+    COALESCE (SUM (escaped), IIF (TOTAL (outcome = 'good') = 0, 0, 'unknown')) AS escapes,
     COUNT (*) FILTER (WHERE false_reject = 0 OR escaped = 0) AS "people agree",
     COUNT (false_reject) + COUNT (escaped) AS judged
     FROM seen WHERE age = 0 GROUP BY model, model_id ORDER BY model, MIN (id);
