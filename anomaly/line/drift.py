@@ -158,14 +158,13 @@ class Watched:
 def levels_of(thresholds: Thresholds) -> list[Level]:
     """The levels to watch for thresholds, the highest first; without those that can't alarm."""
     good = np.sort(np.array(thresholds.good.image))
-    values = {"reject threshold": thresholds.image, "review threshold": thresholds.review}
-    values |= {
-        "upper quartile": float(np.quantile(good, 0.75, method="higher")),
+    values = {
         "median": float(np.quantile(good, 0.5, method="higher")),
+        "upper quartile": float(np.quantile(good, 0.75, method="higher")),
+        "review threshold": thresholds.review,
+        "reject threshold": thresholds.image,
     }
-    distinct: dict[float, str] = {}
-    for name, value in values.items():
-        distinct.setdefault(value, name)
+    distinct = {value: name for name, value in values.items()}  # of equal levels the last one
     # Half covers the uncertainty of few calibration images, half the cumulative sums.
     each = FALSE_ALARMS / 2 / len(distinct)
     levels = []

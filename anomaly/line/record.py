@@ -329,6 +329,7 @@ class Record:
 
 
 def _opened(file: Path) -> sqlite3.Connection:
+    """A connection that writes to a record, which is made if missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):  # for owner and group; SQLite's logs get the same rights
         os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o640))
@@ -339,8 +340,7 @@ def _opened(file: Path) -> sqlite3.Connection:
             raise OutputError(f"{file} {foreign}; give another --record")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
-        made = f"{_schema()}; PRAGMA user_version = {_FORMAT}"
-        db.executescript(f"BEGIN IMMEDIATE; {made}; COMMIT")
+        db.executescript(f"BEGIN IMMEDIATE; {_schema()}; COMMIT")
     except BaseException:
         db.close()
         raise
@@ -351,27 +351,20 @@ def _opened(file: Path) -> sqlite3.Connection:
 def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
     """A connection to a record of `serve`, or to the rows in results.jsonl as a record in memory.
 
-    Each value is of its column's type; `line` in `parts` is a `Row` as JSON.
+    A record needn't be writable, and others may be writing to it. Each value is of its column's
+    type; `line` in `parts` is a `Row` as JSON.
 
     Raises:
         DataError: the file can't be read, isn't a record, was copied without its log, or holds
             what neither `serve` nor `infer` writes.
     """
-    opened = _rows_in_memory if file.suffix == ".jsonl" else _recorded
-    with opened(file) as db:
-        yield db
-
-
-@contextmanager
-def _recorded(file: Path) -> Iterator[sqlite3.Connection]:
-    """The record needn't be writable; others may be writing to it."""
-    place = file.resolve()
+    place, is_rows = file.resolve(), file.suffix == ".jsonl"
     logged = any(Path(f"{place}{end}").exists() for end in _LOGS)
     writable = os.access(place.parent, os.W_OK)
     # Without `immutable` SQLite makes logs beside a record, which a read-only folder refuses.
-    mode = "mode=ro" if logged or writable else "mode=ro&immutable=1"
+    address = f"{place.as_uri()}?mode=ro" + ("" if logged or writable else "&immutable=1")
     try:
-        with closing(sqlite3.connect(f"{place.as_uri()}?{mode}", uri=True)) as db:
+        with closing(_rows(file) if is_rows else sqlite3.connect(address, uri=True)) as db:
             if foreign := _foreign(db):
                 raise DataError(f"{file} {foreign}; give a record of serve")
             if not db.execute(_STATE).fetchone()[1]:
@@ -382,25 +375,24 @@ def _recorded(file: Path) -> Iterator[sqlite3.Connection]:
             yield db
     except sqlite3.Error as error:
         reason = f"{file} can't be read as a record of serve: {error}"
-        if logged and not writable:
+        if is_rows:
+            reason = f"{file} holds lines that infer doesn't write"
+        elif logged and not writable:
             reason += f"; copy it and {file.name}-wal into a folder that you can write to"
         raise DataError(reason) from None
 
 
-@contextmanager
-def _rows_in_memory(file: Path) -> Iterator[sqlite3.Connection]:
+def _rows(file: Path) -> sqlite3.Connection:
+    """The rows in results.jsonl as a record in memory."""
     try:
         lines = file.read_text("utf-8").split("\n")
     except (OSError, UnicodeError) as error:
         raise DataError(f"{file} can't be read: {why(error)}") from None
-    with closing(sqlite3.connect(":memory:")) as db:
-        db.executescript(_schema() + "CREATE TEMP TABLE lines (line TEXT);")
-        db.executemany("INSERT INTO lines VALUES (?)", ((line,) for line in lines if line))
-        try:
-            db.execute(_TAKE)
-        except sqlite3.Error:
-            raise DataError(f"{file} holds lines that infer doesn't write") from None
-        yield db
+    db = sqlite3.connect(":memory:")
+    db.executescript(f"{_schema()}; CREATE TEMP TABLE lines (line TEXT)")
+    db.executemany("INSERT INTO lines VALUES (?)", ((line,) for line in lines if line))
+    db.execute(_TAKE)
+    return db
 
 
 def _foreign(db: sqlite3.Connection) -> str:
@@ -421,7 +413,9 @@ def _own_tables() -> frozenset[tuple[str, ...]]:
 
 
 def _schema() -> str:
-    return files("anomaly.line").joinpath("assets", "record.sql").read_text("utf-8")
+    """SQL that makes the tables of a record, and marks it as one."""
+    tables = files("anomaly.line").joinpath("assets", "record.sql").read_text("utf-8")
+    return f"{tables}; PRAGMA user_version = {_FORMAT}"
 
 
 def _places(file: Path) -> tuple[object, ...]:

@@ -260,10 +260,10 @@ def _cost(counts: Mapping[str, Sequence[Any]], prices: Mapping[str, str]) -> str
 def _drifts(db: sqlite3.Connection, promises: _Promises) -> Iterator[tuple[str, Drift]]:
     """The drift of each model's scores by its latest thresholds, with the version's id."""
     replaced = {i for own, promise in promises.items() for i in promise.same_scores if i != own}
-    for own in promises.keys() - replaced:
-        ids, levels = promises[own].same_scores, promises[own].levels
-        if (drift := Drift(levels, scores_of(db, ids, _IN_PERIOD))).parts:
-            yield own, drift
+    for version, promise in promises.items():
+        drift = Drift(promise.levels, scores_of(db, promise.same_scores, _IN_PERIOD))
+        if version not in replaced and drift.parts:
+            yield version, drift
 
 
 def _answer(

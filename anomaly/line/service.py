@@ -95,7 +95,7 @@ class InspectionService:
         }
         self.stopping = False
         # Number of parts and their seconds, by model, status and verdict.
-        self._answered: dict[tuple[str, ...], tuple[int, float]] = {}
+        self._answered: dict[tuple[str, str, str], tuple[int, float]] = {}
         # Pictures by the part's number, the oldest first. The record keeps few of good parts.
         self._heatmaps: OrderedDict[int, bytes] = OrderedDict()
         self._files: OrderedDict[int, bytes] = OrderedDict()
@@ -198,8 +198,8 @@ class InspectionService:
     def figures(self) -> str:
         """Counts since the start and current figures, in Prometheus' text format."""
         lines = []
-        for key, (count, seconds) in list(self._answered.items()):
-            labels = dict(zip(("model", "status", "verdict"), key, strict=True))
+        for (model, status, verdict), (count, seconds) in list(self._answered.items()):
+            labels = {"model": model, "status": status, "verdict": verdict}
             lines.append(_figure("parts_total", count, **labels))
             lines.append(_figure("part_seconds_total", seconds, **labels))
         for slot in self.models.values():
