@@ -165,7 +165,7 @@ def _directories(data: bytes) -> Iterator[Tags]:
             (following,) = struct.unpack_from(order + "I", data, end)
             tags: Tags = {}
             for tag, kind, length, start in struct.iter_unpack(order + "HHII", data[at + 2 : end]):
-                at += 12
+                at += 12  # the end of this entry
                 size = length * np.dtype(_INTEGERS.get(kind, "u1")).itemsize
                 start = at - 2 if size <= 4 else start  # short values lie in the entry itself
                 if kind in _INTEGERS:
@@ -185,17 +185,15 @@ def _first(tags: Tags, tag: int, default: int = 0) -> int:
     return int(values[0]) if len(values) else default
 
 
-def _orientation(tags: Tags) -> int:
-    """EXIF orientation, 1 to 8; 1 for a missing or an illegal one."""
-    value = _first(tags, _ORIENTATION)
-    return value if 1 <= value <= 8 else 1
+def _orientation(exif: bytes) -> int:
+    """EXIF orientation, 1 to 8, of EXIF data or a TIFF; 1 if it is missing or illegal.
 
-
-def _exif_orientation(exif: bytes) -> int:
-    """EXIF orientation, 1 to 8; 1 for damaged EXIF data, as the picture may be whole."""
+    It is also 1 for damaged EXIF data, as the picture may be whole.
+    """
     with suppress(ImageError):
-        for tags in _directories(exif.removeprefix(b"Exif\0\0")) if exif else ():
-            return _orientation(tags)
+        tags = next(_directories(exif.removeprefix(b"Exif\0\0")), {})
+        if 1 <= (value := _first(tags, _ORIENTATION)) <= 8:
+            return value
     return 1
 
 
@@ -211,8 +209,8 @@ def png(data: bytes) -> ImageHeader:
         ImageError: the file is damaged, animated, or grey with a transparent value.
     """
     chunks = _chunks(data)
-    head = struct.unpack(">I4sIIBB", data[8:26].ljust(18))
-    length, kind, width, height, depth, colour = head
+    head = data[8:26].ljust(18)
+    length, kind, width, height, depth, colour = struct.unpack(">I4sIIBB", head)
     if (length, kind) != (13, b"IHDR") or not (width and height and colour in _COLOURS):
         raise damaged("its PNG header is missing or has illegal values")
     if b"acTL" in chunks:
@@ -224,7 +222,7 @@ def png(data: bytes) -> ImageHeader:
         (height, width),
         lambda: _to_rgb(_by_opencv(data)),
         65535.0 if depth == 16 else 255.0,
-        _exif_orientation(chunks.get(b"eXIf", b"")),
+        _orientation(chunks.get(b"eXIf", b"")),
     )
 
 
@@ -308,7 +306,7 @@ def jpeg(data: bytes) -> ImageHeader:
         _COMPONENTS[len(missing)],
         (height, width),
         lambda: _by_libjpeg(b"".join(bare)),
-        orientation=_exif_orientation(exif),
+        orientation=_orientation(exif),
     )
 
 
@@ -461,7 +459,7 @@ def tiff(data: bytes) -> ImageHeader:
         size,
         decode,
         1.0 if is_float else 2.0**bits - 1,
-        _orientation(page),
+        _orientation(data),
     )
 
 
@@ -577,7 +575,7 @@ def webp(data: bytes) -> ImageHeader:
         body = data[8 : picture.stop] + bytes(picture.stop % 2)
         return _to_rgb(_by_opencv(b"RIFF" + struct.pack("<I", len(body)) + body))
 
-    orientation = _exif_orientation(data[chunks.get(b"EXIF", slice(0))])
+    orientation = _orientation(data[chunks.get(b"EXIF", slice(0))])
     return ImageHeader("rgba8" if alpha else "rgb8", size, decode, orientation=orientation)
 
 

@@ -501,13 +501,27 @@ def _sums(
     """Integrals of each row's values between fractional positions, (rows, len(starts))."""
     totals = np.zeros((len(values), values.shape[1] + 1))
     np.cumsum(values, axis=1, out=totals[:, 1:])
+    before, until = (interpolated(places + 0.5, totals.T) for places in (starts, stops))
+    return (until - before).T
 
-    def until(positions: NDArray[np.float64]) -> NDArray[np.float64]:
-        low = np.clip(positions.astype(np.int64), 0, values.shape[1] - 1)
-        part = positions - low
-        return np.asarray(totals[:, low] * (1 - part) + totals[:, low + 1] * part)
 
-    return until(stops) - until(starts)
+def interpolated(
+    positions: NDArray[np.float64], values: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Linear interpolation between the rows of a matrix, constant beyond the outer ones.
+
+    Args:
+        positions: positions (m,); row k lies at k + 0.5.
+        values: the matrix (k, n).
+
+    Returns:
+        (m, n).
+    """
+    count = len(values)
+    place = np.clip(positions - 0.5, 0, count - 1)
+    low = np.minimum(place.astype(np.int64), max(count - 2, 0))
+    share = (place - low)[:, None]
+    return np.asarray((1 - share) * values[low] + share * values[np.minimum(low + 1, count - 1)])
 
 
 def _filled(points: NDArray[np.float64], y: NDArray[np.floating[Any]], width: int) -> Mask:

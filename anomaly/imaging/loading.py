@@ -202,9 +202,7 @@ def load(
     """
     name, path = described(index, source), source if isinstance(source, Path) else None
     try:
-        image = source
-        if not isinstance(image, Image):
-            image = read_image(image, loading.decoding)
+        image = source if isinstance(source, Image) else read_image(source, loading.decoding)
         view = loading.sizing.view(image.size)
         if loading.region is not None:
             loading.region.inside(image.size, slice(0, 1))  # raises where it doesn't fit

@@ -25,7 +25,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -487,7 +486,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._task: Decoders
-        self._kept: OrderedDict[tuple[int, int], Image] = OrderedDict()
+        self._kept: dict[tuple[int, int], Image] = {}  # by task and image; the oldest first
 
     def answer(
         self, task: Decoders | None, name: str, arguments: tuple[Any, ...]
@@ -523,7 +522,7 @@ class Worker:
             self._kept[self._task.number, index] = loaded.decoded
             held = sum(kept.pixels.nbytes for kept in self._kept.values())
             while held > _KEPT_BYTES and len(self._kept) > 1:
-                held -= self._kept.popitem(last=False)[1].pixels.nbytes
+                held -= self._kept.pop(next(iter(self._kept))).pixels.nbytes
         handed = self._task.keep_image or not loaded.view.whole
         return replace(loaded, image=loaded.image if handed else None, render=_elsewhere)
 

@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.imaging.arrays import Array, module_of
-from anomaly.imaging.geometry import Axis, AxisView, Region, View, patch_size
+from anomaly.imaging.geometry import Axis, AxisView, Region, View, interpolated, patch_size
 from anomaly.runtime import one_blas_thread
 
 # A pixel is NaN if the patches that count have less weight than this: the blur hardly reaches it.
@@ -226,7 +227,7 @@ def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np
         (size, patches), rows sum to 1.
     """
     centres = np.arange(size, dtype=np.float64) + 0.5
-    bilinear = _interpolated(centres * (patches / size), np.eye(patches))
+    bilinear = interpolated(centres * (patches / size), np.eye(patches))
     return _smoothed(bilinear, smoothing).astype(np.float32)
 
 
@@ -263,7 +264,7 @@ def _blocks(
     for number, (axis, share) in enumerate(zip(pieces, _shares(pieces), strict=True)):
         positions = axis.to_network(np.arange(axis.start, axis.stop, dtype=np.float64) + 0.5)
         smooth = upsample_and_smooth(each, axis.size, smoothing).astype(np.float64)
-        block = (share[:, None] * _interpolated(positions, smooth)).astype(np.float32)
+        block = (share[:, None] * interpolated(positions, smooth)).astype(np.float32)
         visible = axis.visible()
         block[: visible.start - axis.start] = np.nan
         block[visible.stop - axis.start :] = np.nan
@@ -312,38 +313,17 @@ def _shares(pieces: Axis) -> list[NDArray[np.float64]]:
         pieces: one axis of a view, whose tiles overlap.
     """
     total = np.zeros(pieces[-1].stop)
+    overlaps = [0, *(left.stop - right.start for left, right in pairwise(pieces)), 0]
     fades = []
-    for i, piece in enumerate(pieces):
-        centres = np.arange(piece.start, piece.stop) + 0.5
-        fade = np.ones(piece.source)
-        if i > 0 and pieces[i - 1].stop > piece.start:
-            fade = (centres - piece.start) / (pieces[i - 1].stop - piece.start)
-        if i + 1 < len(pieces) and piece.stop > pieces[i + 1].start:
-            out = (piece.stop - centres) / (piece.stop - pieces[i + 1].start)
-            fade = np.minimum(fade, out)
-        fade = np.minimum(fade, 1)
+    for piece, before, behind in zip(pieces, overlaps[:-1], overlaps[1:], strict=True):
+        from_start, fade = np.arange(piece.source) + 0.5, np.ones(piece.source)
+        if before > 0:
+            fade = np.minimum(fade, from_start / before)
+        if behind > 0:
+            fade = np.minimum(fade, from_start[::-1] / behind)
         total[piece.start : piece.stop] += fade
         fades.append(fade)
     return [f / total[p.start : p.stop] for f, p in zip(fades, pieces, strict=True)]
-
-
-def _interpolated(
-    positions: NDArray[np.float64], values: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Linear interpolation between the rows of a matrix, constant beyond the outer ones.
-
-    Args:
-        positions: positions (m,); row k lies at k + 0.5.
-        values: the matrix (k, n).
-
-    Returns:
-        (m, n).
-    """
-    count = len(values)
-    place = np.clip(positions - 0.5, 0, count - 1)
-    low = np.minimum(place.astype(np.int64), max(count - 2, 0))
-    share = (place - low)[:, None]
-    return np.asarray((1 - share) * values[low] + share * values[np.minimum(low + 1, count - 1)])
 
 
 MARKED, FAINT = 255, 1
