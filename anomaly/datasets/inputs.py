@@ -1,4 +1,4 @@
-"""Inputs: files, folders and lists, of images to learn from, to test with or to score."""
+"""Files, folders and lists that a user names -> images to learn from, test with or score."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from anomaly.datasets.names import (
     CLEAR,
     Label,
+    absolute,
     check_annotations,
     check_names,
+    defect_type_of,
     label_of,
-    meant_by,
-    plain,
 )
 from anomaly.datasets.samples import GOOD, SPLITS, Dataset, Sample, in_splits, without_masks
 from anomaly.errors import DataError, nearest, some, why
@@ -39,8 +39,7 @@ class Images:
 
     Attributes:
         paths: the image files, each once, in order of their names.
-        groups: the part that an image shows, by its path; those that a list says nothing of are
-            missing.
+        groups: name of the part that an image shows, by the image's path, where a list has it.
         passed_over: a line on the folders' other files; empty without any.
     """
 
@@ -50,13 +49,13 @@ class Images:
 
     @property
     def sha256(self) -> str:
-        """Hex digest of the paths and of the parts that they show."""
+        """Hex digest of the paths and of the names of their parts."""
         listed = [f"{path}\0{self.groups.get(str(path), '')}" for path in self.paths]
         return hashlib.sha256("\0".join(listed).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def is_list(given: Path) -> bool:
-    """True if an input names images instead of being one: a text or CSV file, or `-`."""
+    """True if an input is a list of images: a text or CSV file, or `-` for standard input."""
     return str(given) == "-" or given.suffix.lower() in (".txt", ".csv", ".tsv")
 
 
@@ -97,18 +96,18 @@ def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Images:
 
 
 def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: bool = False) -> None:
-    """Refuse files and folders that were given as good, or as defects, where names say otherwise.
+    """Refuse files and folders given as good, or as defects, where names or texts contradict that.
 
     Args:
         inputs: the files and folders.
         images: the images in them.
-        defects: True if they were given as defects: a single file of them may have any name.
+        defects: True if they were given as defects; a single file may then have any name.
 
     Raises:
         DataError: the message names the first such folder, or the files.
     """
     files = list(images)
-    # A folder may be given beside files of it; sorted so that the folder then counts as whole.
+    # A folder may be given beside some of its files; sorting makes it count as given whole.
     given = sorted((is_folder(place), place) for place in inputs)
     for folder, whole in {p if whole else p.parent: whole for whole, p in given}.items():
         inside = [file for file in files if file.is_relative_to(folder)]
@@ -131,9 +130,9 @@ def open_test_images(good: Sequence[Path], defects: Sequence[Path]) -> tuple[Sam
             given as, or an image is given as both.
     """
     samples: dict[Path, Sample] = {}
-    root = Path(os.path.commonpath([plain(folder).parent for folder in (*good, *defects)]))
+    root = Path(os.path.commonpath([absolute(folder).parent for folder in (*good, *defects)]))
     for option, folders in (("good", good), ("defects", defects)):
-        for folder in map(plain, folders):
+        for folder in map(absolute, folders):
             paths = find_inputs([folder], option=f"--{option}").paths
             check_inputs([folder], paths, defects=option == "defects")
             for path in without_masks(paths):
@@ -147,7 +146,7 @@ def open_test_images(good: Sequence[Path], defects: Sequence[Path]) -> tuple[Sam
 
 
 def passed_over(files: Iterable[Path]) -> str:
-    """A line on the files that aren't images by their names; empty without any."""
+    """A line that counts files without an image's suffix; empty without any."""
     others = sorted({str(file) for file in files if not is_image(file)})
     if not others:
         return ""
@@ -166,7 +165,7 @@ def open_list(file: Path) -> Dataset:
     the lines changes nothing: images are taken in the order of their paths, as from a folder.
 
     Raises:
-        DataError: no such list, or a row that can't be meant; the message names the line.
+        DataError: there is no such list, or a row is mistaken; the message names the line.
     """
     rows = list(_rows(file, _LISTED, ("path",)))
     columns = {column for _, row in rows for column in row}
@@ -178,7 +177,7 @@ def open_list(file: Path) -> Dataset:
     samples = sorted(_samples(rows, file, file.parent), key=lambda entry: entry[1].name)
     if not any(row.get("label", "").strip() for _, row in rows):
         paths = [sample.path for _, sample in samples]
-        folders = [plain(path.parent) for path in paths] or [plain(file.parent)]
+        folders = [absolute(path.parent) for path in paths] or [absolute(file.parent)]
         check_names(paths, Path(os.path.commonpath(folders)), Label.GOOD)
     kinds = {s.defect_type for _, s in samples if label_of(s.defect_type) is Label.UNKNOWN}
     if kinds:
@@ -208,11 +207,11 @@ def open_visa(folder: Path) -> Dataset:
 
 
 def listing_of(dataset: Dataset, copies: Iterable[Sequence[str]] = ()) -> str:
-    """The lines of a list of a data set; marked as UTF-8, so that names that are no text are kept.
+    """A CSV list of a data set; marked as UTF-8, which keeps file names that are no text.
 
     Args:
-        dataset: its splits are named, unless they are drawn.
-        copies: names of images that show the same: they are views of one part.
+        dataset: the data set; splits are written down unless they were drawn.
+        copies: groups of names of images that show the same, which become views of one part.
     """
     part = {name: f"copies of {names[0]}" for names in copies for name in names}
     rows: list[tuple[object, ...]] = [_LISTED]
@@ -230,10 +229,15 @@ def listing_of(dataset: Dataset, copies: Iterable[Sequence[str]] = ()) -> str:
 def _samples(
     rows: Iterable[tuple[int, dict[str, str]]], file: Path, folder: Path
 ) -> list[tuple[str, Sample]]:
-    """Splits, empty where none is named, and samples of a list's rows, whose paths are in a folder.
+    """Samples of a list's rows, each with the name of its split; empty where the row has none.
+
+    Args:
+        rows: line and cells by column.
+        file: the list, for messages.
+        folder: folder from which the paths lead.
 
     Raises:
-        DataError: a row can't be meant, or some rows have a label and some haven't.
+        DataError: a row is mistaken, or some rows have a label and some haven't.
     """
     samples: dict[str, tuple[str, Sample]] = {}
     lines: dict[str, int] = {}
@@ -246,7 +250,8 @@ def _samples(
         name = Path(_path_of(path, folder)).as_posix()
         if name in samples:  # `a.png` and `./a.png` are one image
             raise DataError(f"{where} repeats {name} of line {lines[name]}; remove one of them")
-        kind, mask_path = meant_by(label, where), folder / _path_of(mask, folder) if mask else None
+        kind = defect_type_of(label, where)
+        mask_path = folder / _path_of(mask, folder) if mask else None
         if split and split not in SPLITS:
             raise DataError(f"{where}: unknown split {split!r}; {nearest(split, SPLITS)}")
         if split in ("train", "validation") and kind != GOOD:
@@ -266,6 +271,8 @@ def _samples(
 
 
 def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Rows:
+    """Rows of a list in the encoding in which most labels are words and most files exist."""
+
     def worth(row: Mapping[str, str]) -> int:
         labelled = label_of(row.get("label", "")) in CLEAR
         return labelled + _is_there(row.get("path", ""), file.parent)
@@ -282,7 +289,15 @@ def _bytes_of(file: Path, name: str) -> bytes:
 
 
 def _listed(file: Path, groups: dict[str, str]) -> list[Path]:
-    """The images that a list names; the part of each, where it says that, goes into `groups`."""
+    """Images that a list names.
+
+    Args:
+        file: the list; `-` for standard input.
+        groups: parts by the images' paths, to which those of this list are added.
+
+    Raises:
+        DataError: the list can't be read, or gives an image no part or two.
+    """
     name = f"--input {file}"
     data = _bytes_of(file, name)
     readings = texts_of(data)
@@ -322,7 +337,7 @@ def _path_of(entry: str, folder: Path = Path()) -> str:
 
     Args:
         entry: a path, or a URL of one (`file://`).
-        folder: that it leads from.
+        folder: folder from which a relative path leads.
     """
     name = entry.removeprefix("file://")
     slashed = name if os.name == "nt" else name.replace("\\", "/")
@@ -357,11 +372,11 @@ def picture_names(
             thousandth picture of one name needn't try the 999 before it.
     """
     numbers = {} if numbers is None else numbers
-    folders = [plain(p) if os.path.isdir(p) else plain(p).parent for p in inputs]  # noqa: PTH112, never raises
-    common = os.path.commonpath(folders or [plain(p).parent for p in paths])
+    folders = [absolute(p) if os.path.isdir(p) else absolute(p).parent for p in inputs]  # noqa: PTH112, never raises
+    common = os.path.commonpath(folders or [absolute(p).parent for p in paths])
     names: dict[str, str] = {}  # by what is one name on Windows and macOS
     for path in paths:
-        mirrored = plain(path).relative_to(common)
+        mirrored = absolute(path).relative_to(common)
         last = mirrored.stem if mirrored.suffix.lower() == ".png" else mirrored.name
         folder = [f"{p}~" if p.lower().endswith(_OURS) else p for p in mirrored.parts[:-1]]
         start = "/".join(map(short_name, (*folder, last)))

@@ -1,4 +1,4 @@
-"""Layouts: recognised and opened, by what a data set's folders say an image is."""
+"""Layouts of data sets: recognised by the names of folders, and opened as samples."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from anomaly.datasets.inputs import listing_of, open_list, open_visa
 from anomaly.datasets.names import (
     CLEAR,
     Label,
+    absolute,
     by_file_names,
     check_annotations,
     check_files,
     check_names,
     files_in,
     label_of,
-    plain,
     says_masks,
     split_of,
     undecided,
@@ -91,7 +91,11 @@ def folders_in(folder: Path) -> list[str]:
 
 
 def _good_only(folder: Path) -> Dataset:
-    """Good images alone; or good and defective ones, where the names of their files tell."""
+    """A folder of good images; where the names of its files tell, of defective ones, too.
+
+    Raises:
+        DataError: there are no images, or names or annotations contradict that they are good.
+    """
     good, bad = samples_in(folder), list[Sample]()
     if not good:
         raise DataError(
@@ -130,6 +134,7 @@ def labels_in(folder: Path, *, published: bool = False) -> dict[Path, Label]:
 
 
 def _label_within(inner: Path, published: bool) -> Label:
+    """Label of the images right in a folder, relative to the data set's; see `labels_in`."""
     split = _split_within(inner)
     names = [(name, label_of(name)) for name in inner.parts[split != "" :]]
     if any(label is Label.ASIDE and not split_of(name) for name, label in names):
@@ -146,13 +151,14 @@ def _label_within(inner: Path, published: bool) -> Label:
 
 
 def _split_within(inner: Path) -> str:
+    """The split that the topmost folder on the way to one names; empty where it names none."""
     return split_of(inner.parts[0]) if inner.parts else ""
 
 
 def open_by_names(
     folder: Path, labels: Mapping[Path, Label] | None = None, *, published: bool = False
 ) -> Dataset:
-    """Images by the names of their folders, in these of splits (`train/good`) and without.
+    """A data set by the names of its folders, below those of splits (`train/good`) or without.
 
     Masks have the same names as their images below a folder of masks, which may be any folder on
     the way to these.
@@ -258,7 +264,7 @@ def recognise(
             its folders' names don't tell which are good.
         AnomalyError: its `~` stands for nobody's home folder.
     """
-    place = plain(at_home(place))
+    place = absolute(at_home(place))
     if not place.exists():
         raise DataError(f"{place} doesn't exist{like(place)}; give a folder of images")
     if layout is not None:
@@ -293,7 +299,7 @@ def _check_whole(place: Path) -> None:
     """Refuse several data sets, and a part of one that isn't its good images, such as `test`.
 
     Raises:
-        DataError: it is one.
+        DataError: the folder is one of these.
     """
     if sets := [n for n in folders_in(place) if not split_of(n) and _is_whole(place / n)]:
         raise DataError(
@@ -312,7 +318,16 @@ def _check_whole(place: Path) -> None:
 def _own_names(
     place: Path, labels: Mapping[Path, Label], ask: Callable[[str], str] | None
 ) -> Recognised:
-    """Folders of which some have names that say what they hold."""
+    """The layout of a folder in which some folders' names say good or defective.
+
+    Args:
+        place: the folder.
+        labels: labels of the folders in it, from `labels_in`.
+        ask: as in `recognise`.
+
+    Raises:
+        DataError: other folders' names don't tell, and there is no one to ask, or no answer.
+    """
     unclear = [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]
     published = {*labels_in(place, published=True).values()} if unclear else set()
     if unclear and _is_whole(place) and published <= {*CLEAR, Label.ASIDE}:

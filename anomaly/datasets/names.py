@@ -1,4 +1,4 @@
-"""Names of folders, files and labels: good, defective or unknown; and what contradicts them."""
+"""Names of folders, files and labels: good, defective or unknown; refusal of contradictions."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_A-Za-z]+|\?")
 _DROPPED = re.compile("[\u0300-\u036f\u200b-\u200f\u2019\ufeff]|(?<![^\\W_])No[.]?(?=\\d)")
 
 
-def _plain(name: str) -> str:
-    """One form for all Unicode spellings: no accents, no wide letters."""
+def _unaccented(name: str) -> str:
+    """A name in one form for all Unicode spellings: no accents, no wide letters."""
     return unicodedata.normalize("NFC", _DROPPED.sub("", unicodedata.normalize("NFKD", name)))
 
 
-_KINDS = {w: kind for kind, words in reversed(_WORDS.items()) for w in _plain(words).split()}
+_KINDS = {w: kind for kind, words in reversed(_WORDS.items()) for w in _unaccented(words).split()}
 _BAD, _SILENT = {"denied", "flaw"}, {"place", "train", "validation"}
 # Words that leave a longer one in doubt: of five letters and more, or of writings without spaces.
 _TELLING = [word for word, kind in _KINDS.items() if kind in {"good", *_BAD}]
@@ -115,11 +115,15 @@ def split_of(name: str) -> str:
     return split.pop() if split in ({"train"}, {"validation"}, {"test"}) else ""
 
 
-def meant_by(label: str, where: str) -> str:
+def defect_type_of(label: str, where: str) -> str:
     """Defect type of a label in a list: `good`, or a kind of defect.
 
+    Args:
+        label: cell of the list.
+        where: list and line, for messages.
+
     Raises:
-        DataError: it says neither, or both.
+        DataError: the label doesn't say, or is contradictory.
     """
     label = label.strip()
     if _ZERO.fullmatch(label):
@@ -139,21 +143,26 @@ def by_file_names(stems: Sequence[str]) -> dict[str, Label]:
     """Label of each file by its name.
 
     Words in nine of ten names are the product's (`hole_plate_1`) and say nothing, unless they deny
-    that parts are good (`NOK_1`). Nor do random names of hexadecimal digits.
+    that parts are good (`NOK_1`). Random names of hexadecimal digits say nothing either.
+
+    Args:
+        stems: names of files, without suffixes.
     """
     words = {stem: _words(_RANDOM.sub("", stem)) for stem in stems}
-    counts = Counter(word for own in words.values() for word in set(own))
+    counts = Counter(word for in_name in words.values() for word in set(in_name))
     silent = {
         word
         for word, count in counts.items()
         if count >= _COMMON * len(stems) and _kind(word) not in ("good", "denied", "not")
     }
     return {
-        stem: label_of(" ".join(w for w in own if w not in silent)) for stem, own in words.items()
+        stem: label_of(" ".join(word for word in in_name if word not in silent))
+        for stem, in_name in words.items()
     }
 
 
 def _kinds(name: str) -> set[str]:
+    """Kinds, as in `_WORDS`, of the words of a name; also `other` and `doubt`."""
     words = _words(name)
     together = _known("".join(words))  # n.i.O., no defects
     letters = [word for word in words if len(word) == 1]
@@ -161,11 +170,12 @@ def _kinds(name: str) -> set[str]:
 
 
 def _words(name: str) -> list[str]:
-    return [word.casefold() for word in _WORD.findall(_plain(name))]
+    """The words of a name, in small letters."""
+    return [word.casefold() for word in _WORD.findall(_unaccented(name))]
 
 
 def _kind(word: str) -> str:
-    """The kind of a word; in doubt where a known one is a part of it."""
+    """The kind of a word; `doubt` where a known word is a part of it."""
     if kind := _known(word):
         return kind
     if len(word) == 1 and word.isascii():
@@ -174,17 +184,18 @@ def _kind(word: str) -> str:
 
 
 def _known(word: str) -> str:
+    """The kind of a listed word or of its plural; empty for others."""
     return _KINDS.get(word) or _KINDS.get(word.removesuffix("s") if len(word) > 3 else word, "")
 
 
-# What a folder inside one of good, or of defective, images mustn't say.
+# Labels that a folder inside one of good images, or of defective ones, mustn't have.
 _CONTRARY = {
     Label.GOOD: {*Label} - {Label.GOOD, Label.PLACE},
     Label.DEFECTIVE: {Label.GOOD, Label.ASIDE},
 }
 _TEXTS = {".json", ".jsonl", ".ndjson", ".manifest", ".xml", ".txt", ".csv", ".tsv"}
 _MOST_READ = 2**24  # bytes of a text
-# What is said of a data set as a whole may name an image as an example.
+# Texts about a whole data set, which may name an image as an example.
 _ABOUT = re.compile(r"read.?me|licen[cs]e|copying|notice|change.?log|citation", re.IGNORECASE)
 # Folders of images and of annotations, as labelling tools and data sets name them.
 _IMAGES = re.compile(r"(jpeg)?(image|img|picture|photo)s?", re.IGNORECASE)
@@ -198,22 +209,30 @@ _UPLOADED = re.compile(r"[0-9a-f]{8}-")  # what Label Studio puts before a name
 
 
 def check_names(images: Sequence[Path], folder: Path, wanted: Label) -> None:
-    """Refuse images to be taken as good, or as defective, where names don't say so.
+    """Refuse images that a user gave as good, or as defective, where names contradict that.
 
     Good images may lie in folders of good names, or of numbers, lots and cameras; where some lie in
     a folder that is named as good, all have to.
+
+    Args:
+        images: files in the folder.
+        folder: folder that the user gave.
+        wanted: label that the user gave, good or defective.
+
+    Raises:
+        DataError: the message names the first such folder, or the files.
     """
-    top, holding = plain(folder), {plain(image.parent) for image in images}
+    top, holding = absolute(folder), {absolute(image.parent) for image in images}
     known = {f for inner in holding for f in (inner, *inner.parents) if f.is_relative_to(top)}
     labels = {f: label_of(f.name) for f in known}
     if "other" in _kinds(top.name) or labels.get(top) not in {*CLEAR, Label.ASIDE}:
         labels[top] = Label.PLACE  # a product's name, `hole plate`, says nothing of its parts
     good = {f for f in known if Label.GOOD in {labels.get(g) for g in (f, *f.parents)}}
-    bad = {f for f in known if labels[f] in _CONTRARY[wanted]}
+    contrary = {f for f in known if labels[f] in _CONTRARY[wanted]}
     if wanted is Label.GOOD and good:
-        bad |= holding - good
-    if bad:
-        first = min(bad)
+        contrary |= holding - good
+    if contrary:
+        first = min(contrary)
         all_in = "" if first == top else f", like all in {top}"
         raise DataError(
             f"the images in {first} would be taken as {wanted}{all_in}, but that folder's name "
@@ -224,7 +243,16 @@ def check_names(images: Sequence[Path], folder: Path, wanted: Label) -> None:
 
 
 def check_files(images: Sequence[Path], folder: Path, wanted: Label) -> None:
-    """Refuse images to be taken as good, or as defective, where names of files say otherwise."""
+    """Refuse images given as good, or as defective, where names of files say otherwise.
+
+    Args:
+        images: files in the folder.
+        folder: folder that the user gave.
+        wanted: label that the user gave, good or defective.
+
+    Raises:
+        DataError: the message names the files.
+    """
     named = by_file_names([path.stem for path in images])
     (contrary,) = CLEAR - {wanted}
     if others := [path.name for path in images if named[path.stem] is contrary]:
@@ -245,26 +273,26 @@ def undecided(folder: Path, names: Sequence[str], what: str = "folders") -> Data
 
 
 def check_annotations(good: Sequence[Path], folder: Path) -> None:
-    """Refuse images to be taken as good that text files beside them name.
+    """Refuse good images that text files beside them name: those may call them defective.
 
     A file names images by its own name (`1.json`, empty or not) or in its text, whatever its
     format. Names without a suffix count if they have letters; mere numbers if half of the images
     are named so.
 
     Args:
-        good: the images.
-        folder: they are all in it.
+        good: images to be taken as good.
+        folder: the data set's folder.
 
     Raises:
         DataError: the message says which files name how many images.
     """
-    inside: dict[Path, dict[str, set[Path]]] = {}
-    for image in map(plain, good):
-        inside.setdefault(image.parent, {}).setdefault(folded(image.stem), set()).add(image)
+    by_folder: dict[Path, dict[str, set[Path]]] = {}
+    for image in map(absolute, good):
+        by_folder.setdefault(image.parent, {}).setdefault(folded(image.stem), set()).add(image)
     listed, mentions = cache(files_in), cache(_mentions)
     named: dict[Path, set[Path]] = defaultdict(set)
-    for place, images in inside.items():
-        for text in _texts_around(place, plain(folder), listed):
+    for place, images in by_folder.items():
+        for text in _texts_around(place, absolute(folder), listed):
             named[text] |= _named_by(text, images, mentions)
     naming = sorted(filter(named.get, named), key=lambda text: (-len(named[text]), text))
     if naming:
@@ -302,13 +330,14 @@ def _texts_around(
 
 
 def _is_of_images(folder: Path) -> bool:
+    """True if a folder is named like images (`JPEGImages`) or like a split (`train`)."""
     return bool(_IMAGES.fullmatch(folder.name) or split_of(folder.name))
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Entries of a folder, sorted, without those of a system or of this program.
+    """Entries of a folder, sorted, without files of the system and of this program.
 
-    None where there is no such folder.
+    There are none where there is no such folder.
 
     Raises:
         DataError: it can't be listed.
@@ -328,16 +357,16 @@ def _named_by(
 
     Args:
         text: the file.
-        images: by their names without suffix, folded.
-        mentions: the words of a text file that may be names.
+        images: images by their names without suffix, folded.
+        mentions: returns the words of a text file that may be names.
     """
     if named := images.get(_stem(text.stem)):
         return named
     named, numbers = set[Path](), set[Path]()
     for mention in mentions(text):
         meant = images.get(stem := _stem(mention), set())
-        place = plain(text.parent / mention)
-        if meant and os.path.lexists(place):  # it or another file
+        place = absolute(text.parent / mention)
+        if meant and os.path.lexists(place):  # the path of a file: another one may have this name
             meant = meant & {place}
         is_number = stem.isdecimal() and not mention.lower().endswith(tuple(IMAGE_SUFFIXES))
         (numbers if is_number else named).update(meant)
@@ -345,7 +374,7 @@ def _named_by(
 
 
 def _stem(mention: str) -> str:
-    """The name, without an image's suffix, of the file that a path on any machine may mean."""
+    """Name of the file that a path on any machine means, without an image's suffix, folded."""
     name = _UPLOADED.sub("", mention.rpartition("/")[2], count=1)
     bare, _, suffix = name.rpartition(".")
     return folded(bare if f".{suffix.lower()}" in IMAGE_SUFFIXES else name)
@@ -363,8 +392,8 @@ def _mentions(file: Path) -> set[str]:
     return parts.union(*(part.split() for part in parts if " " in part))
 
 
-def plain(path: Path) -> Path:
-    """Absolute, without `..` and without the second of two slashes that it begins with."""
+def absolute(path: Path) -> Path:
+    """A path without `..`, from the root, which is one slash (POSIX lets two be another root)."""
     return Path(os.path.abspath(path).replace("//", "/"))  # noqa: PTH100, links stay
 
 

@@ -1,4 +1,4 @@
-"""Samples, in splits: what every layout is turned into; their masks, and their copies."""
+"""Samples in splits, as every layout gives them; the samples' masks, and their copies."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class MaskError(DataError):
 
 
 def ground_truth(sample: Sample, size: tuple[int, int]) -> NDArray[np.bool_]:
-    """Mask of a sample's defect.
+    """Ground truth of a sample: True where its masks mark a defect.
 
     Args:
         sample: a good image, or a defect with a mask.
@@ -217,18 +217,18 @@ def samples_in(folder: Path) -> list[Sample]:
 
 
 def set_apart(good: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Good images to learn from and, a fifth, to test with, where nobody has said which.
+    """Good images drawn: four fifths to learn from, one fifth to test with.
 
-    The draw hangs on the names alone, so that images added later hardly move the others. Views of
+    The draw depends on the names alone, so that images added later hardly move the others. Views of
     one part stay together; those of a part with more views than a fifth of all are learned from.
     """
 
-    def drawn(part: str) -> tuple[int, str]:
+    def order(part: str) -> tuple[int, str]:
         return zlib.crc32(part.encode("utf-8", "surrogateescape")), part
 
     views = Counter(sample.part for sample in good)
     left, test = len(good) // _TEST_SHARE, set[str]()
-    for part in sorted(views, key=drawn):
+    for part in sorted(views, key=order):
         if views[part] <= left:
             test.add(part)
             left -= views[part]
@@ -236,10 +236,17 @@ def set_apart(good: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 
 def in_splits(where: Path, samples: Sequence[tuple[str, Sample]], hint: str) -> Dataset:
-    """Samples as the splits that each is in; those with none are drawn, all defects are tested.
+    """A data set of samples, of which some may have no split yet.
+
+    Good samples without a split are drawn; defects without one are tested with.
+
+    Args:
+        where: the data set's folder or list.
+        samples: the name of the split, which may be empty, and the sample.
+        hint: remedy where there is nothing to learn from, for the message.
 
     Raises:
-        DataError: none is to be learned from.
+        DataError: there is no sample to learn from.
     """
     train, validation, test = ([s for n, s in samples if n == split] for split in SPLITS)
     undecided = [s for n, s in samples if not n]
@@ -260,7 +267,7 @@ _MASK_NAME = re.compile(rf"(?:{_MASK_WORDS})[-_. ](.+)|(.+?)[-_. ](?:{_MASK_WORD
 
 
 class Masks:
-    """Finds the masks of images by their names; capitals and forms of Unicode don't matter.
+    """Search for images' masks by names; capitals and forms of Unicode don't matter.
 
     Args:
         files: all pictures of a data set.
@@ -277,12 +284,12 @@ class Masks:
             self._named[folder, _masked_by(stem), True].append(entry)
 
     def of(self, image: Path, folders: Iterable[Path]) -> Path | None:
-        """`1_mask.png`, another of the usual names, `1.png` or a folder `1`, for `1.jpg`.
+        """The mask of an image `1.jpg`: `1_mask.png` or a similar name, `1.png` or a folder `1`.
 
         Args:
-            image: its file.
-            folders: where its mask may be, the likeliest first; then the image's own, for masks
-                that aren't called as the image.
+            image: the image's file.
+            folders: folders that may hold the mask, the likeliest first. The image's own folder
+                comes last, and there only names other than the image's count.
 
         Raises:
             DataError: another image has this mask.
@@ -296,6 +303,7 @@ class Masks:
         return mask
 
     def _candidates(self, image: Path, folders: Iterable[Path]) -> Iterator[Path]:
+        """Files and folders that may be an image's mask, the likeliest first; see `of`."""
         beside, stem = folded(str(image.parent)), _stem(image)
         for folder in map(folded, map(str, folders)):
             # `1_mask.png` is the mask of an image `1_mask.jpg` where there is one.
@@ -310,7 +318,7 @@ class Masks:
 
 
 def without_masks(images: Sequence[Path]) -> list[Path]:
-    """Images without those that are, by name, the mask of one beside: `1_mask.png` of `1.jpg`.
+    """Images without masks beside them: files named like `1_mask.png` beside `1.jpg`.
 
     A JPEG is never taken for a mask.
     """
@@ -320,16 +328,18 @@ def without_masks(images: Sequence[Path]) -> list[Path]:
 
 
 def _stem(entry: Path) -> str:
+    """Name of an image without its suffix, or of a folder, folded."""
     return folded(entry.stem if is_image(entry) else entry.name)
 
 
 def _masked_by(stem: str) -> str:
-    """The name of the image that a file of this folded name is a mask of; empty for no mask."""
+    """Name of the image whose mask a file of this folded name is; empty for other names."""
     of = _MASK_NAME.fullmatch(stem)
     return of[1] or of[2] if of else ""
 
 
 def _lossless(file: Path) -> bool:
+    """True if a file's suffix is that of an image without losses, as masks need."""
     return is_image(file) and file.suffix.lower() not in JPEG.suffixes
 
 
@@ -360,13 +370,14 @@ _NEAR = 0.6
 
 
 def frames(looks: Mapping[int, Look]) -> dict[int, int]:
-    """The first image that shows the same frame, for each image; compression and noise may differ.
+    """Images that show one frame, apart from noise and compression.
 
     Args:
         looks: the images' looks by their numbers.
 
     Returns:
-        By image, the lowest number of the images that show its frame; its own where no other does.
+        By image, the lowest number among the images that show its frame; its own where no other
+        image does.
     """
     if not looks:
         return {}

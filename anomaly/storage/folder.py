@@ -1,7 +1,7 @@
-"""The folder that a model lives in: where it is, its manifest, whether its files are whole, its id.
+"""Model folders on disk: places, manifests, ids, and the check that all files are whole.
 
 `manifest.json` holds the sha256 of each other file, and `manifest_sha256`, that of its own text
-without this entry. What is in the other files is `anomaly.storage.models`'s business.
+without this entry. `anomaly.storage.models` writes and reads the other files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BACKBONE, SCORER, STATISTICS, REFERENCE = (
 )
 AGAIN = "copy the model folder again, or train again"
 
-# Files that hold their own hash: the name of their format, and the remedy for another.
+# Files that hold their own hash: the name of their format, and the remedy for another format.
 _FORMATS = {
     MANIFEST: ("anomaly-model/4", "train it again"),
     EXPORT: ("anomaly-export/3", "export the model again"),
@@ -63,9 +63,14 @@ def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def checked(values: Any, kind: type[_T], file: Path) -> _T:
-    """JSON values as a dataclass.
+    """JSON values as an instance of a dataclass.
 
     Bytes of file names that aren't UTF-8, which pydantic takes for no text, become `?`.
+
+    Args:
+        values: plain values, as read from JSON.
+        kind: the dataclass.
+        file: the file that holds the values, for messages.
 
     Raises:
         ModelError: a value is missing, or of another type.
@@ -101,12 +106,12 @@ def read_sealed(file: Path) -> dict[str, Any]:
         raise ModelError(f"{file} can't be read ({error.strerror}); {AGAIN}") from None
     except ValueError:
         raise ModelError(f"{file} isn't JSON as this program writes it; {AGAIN}") from None
-    form, advice = _FORMATS[file.name]
-    written = values.get("format") if isinstance(values, dict) else None
-    if written != form:
+    readable, remedy = _FORMATS[file.name]
+    present = values.get("format") if isinstance(values, dict) else None
+    if present != readable:
         raise ModelError(
-            f"{file} has the format {str(written)[:40]!r}, but this version reads {form!r}; "
-            f"{advice}"
+            f"{file} has the format {str(present)[:40]!r}, but this version reads {readable!r}; "
+            f"{remedy}"
         )
     values.pop(_SEAL, None)
     if text != _sealed(values).encode():
@@ -115,9 +120,8 @@ def read_sealed(file: Path) -> dict[str, Any]:
 
 
 def write_sealed(file: Path, values: dict[str, Any]) -> None:
-    """Write a manifest or export.json, see `read_sealed`; `values` are all but `format`."""
-    form = {"format": _FORMATS[file.name][0]}
-    file.write_text(_sealed(form | values | form), "utf-8")
+    """Write a manifest or export.json, which `read_sealed` reads; the format's name is added."""
+    file.write_text(_sealed({"format": _FORMATS[file.name][0]} | values), "utf-8")
 
 
 def _sealed(values: dict[str, Any]) -> str:
@@ -173,7 +177,7 @@ def find_models(folder: Path) -> dict[str, Path]:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The folder itself if it is a model folder or run, else its subfolders that are.
+    """The folder itself if it is a model folder or a run, else its subfolders that are one.
 
     Raises:
         ModelError: there is no model, or a subfolder holds parts of one without its manifest.
@@ -234,10 +238,12 @@ def _models_inside(folder: Path) -> list[str]:
     return models
 
 
+# Files of a run or model, by which a folder without a manifest is recognised as a broken copy.
 _PARTS = ("train.json", *(f"{at}{name}" for at in ("", "model/") for name in (BACKBONE, SCORER)))
 
 
 def _model_at(folder: Path) -> Path | None:
+    """The model folder that a folder is, or has as its `model/`; None where it is neither."""
     for candidate in (folder / "model", folder):
         if (candidate / MANIFEST).is_file():
             return candidate
@@ -254,7 +260,7 @@ def check_files(folder: Path, expected: Mapping[str, Mapping[str, Any]]) -> None
     Raises:
         ModelError: a file is missing, was changed or doesn't belong.
     """
-    # Two hold their own hash, the history grows, and file managers add the last two.
+    # The first two hold their own hash, the history grows, and file managers add the last two.
     unchecked = {MANIFEST, EXPORT, HISTORY, "Thumbs.db", "desktop.ini"}
     present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - unchecked
     if missing := sorted(set(expected) - present):
@@ -325,7 +331,7 @@ def appearing(folder: Path) -> Iterator[Path]:
             place.rename(old)
         draft.rename(place)
     except (OSError, SafetensorError) as error:
-        if isinstance(error, SafetensorError):  # which gives the system's number as text
+        if isinstance(error, SafetensorError):  # it holds the system's error number as text only
             number = re.search(r"os error (\d+)", str(error))
             code = int(number[1]) if number else errno.EIO
             error = OSError(code, os.strerror(code))

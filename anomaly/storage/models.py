@@ -1,4 +1,4 @@
-"""Models <-> model folders, those exported for another engine among them.
+"""Models written to model folders and read back; exported models are read, too.
 
 An exported model is the model folder's files but for the network, and beside them:
 
@@ -146,7 +146,7 @@ def _torch_stages(
         extractor = truncate_again(build(name), backbone)
         file, network = folder / BACKBONE, extractor.network
         load_state(network, _tensors(file), network, str(file))
-        colours = (tuple(float(backbone[of][i]) for i in range(3)) for of in ("mean", "std"))
+        colours = (tuple(float(backbone[key][i]) for i in range(3)) for key in ("mean", "std"))
         return {
             "extractor": extractor.to(device, _precision(config.precision, device, precision)),
             "normalise": Normalisation(*colours),
@@ -183,6 +183,7 @@ def config_in(folder: Path) -> Config:
 
 
 def _unreadable(folder: Path, error: Exception) -> ModelError:
+    """The error of a model folder that is undamaged, but that this version can't read."""
     if isinstance(error, ModelError) and AGAIN in str(error):
         return error
     return ModelError(
@@ -192,7 +193,13 @@ def _unreadable(folder: Path, error: Exception) -> ModelError:
 
 
 def _precision(own: str, device: torch.device, wanted: str | None) -> str:
-    """The model's own precision, unless another is wanted or the device is slower with it."""
+    """Number format in which a model runs; a warning names one that isn't the model's own.
+
+    Args:
+        own: `fp32` or `bf16`, the precision that the model was trained in.
+        device: device of the network; one without bf16 runs in fp32.
+        wanted: `fp32` or `bf16`, the user's choice; None for the model's own.
+    """
     chosen = wanted or ("bf16" if own == "bf16" and has_bf16(device) else "fp32")
     if chosen != own:
         log.warning(
@@ -270,7 +277,7 @@ def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
         for name, part in optional.items():
             if part is not None:
                 _save_tensors(part.tensors(), draft / name)
-        for name, picture in _pictures(detector.region).items():
+        for name, picture in _mask_files(detector.region).items():
             (draft / name).write_bytes(picture)
         settings = yaml.safe_dump(to_dict(detector.config), sort_keys=False)
         (draft / "config.yaml").write_text(settings, "utf-8")
@@ -280,12 +287,13 @@ def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
         # own hash is the model's id, which the history names.
         manifest = {**detector.manifest, "software_version": __version__, "files": files}
         write_sealed(draft / MANIFEST, manifest)
-        written = model_id(draft)
-        write_history(draft, detector.history, detector.changes, written)
-    return written
+        new_id = model_id(draft)
+        write_history(draft, detector.history, detector.changes, new_id)
+    return new_id
 
 
 def _save_tensors(tensors: Mapping[str, Any], file: Path) -> None:
+    """Write tensors, or arrays, by name to a safetensors file."""
     import torch
     from safetensors.torch import save_file
 
@@ -342,8 +350,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _pictures(region: Region | None) -> dict[str, bytes]:
-    """The masks that say where to look, as PNG files by name."""
+def _mask_files(region: Region | None) -> dict[str, bytes]:
+    """Masks of a region that are drawn pixels, as PNG files by name; polygons are settings."""
     shapes = {} if region is None else {"region": region.look, "ignore": region.ignore}
     return {
         MASKS[name]: cv2.imencode(".png", shape.pixels.astype(np.uint8) * 255)[1].tobytes()

@@ -1,4 +1,4 @@
-"""The thresholds in a model folder, which alone may change after training, each time on record."""
+"""Thresholds in a model folder, and the history of their changes since training."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _FILES = ("thresholds.json", "calibration.json")
 
 
 def write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
-    """Write the thresholds, and the scores of good images behind them."""
-    both = None if thresholds is None else thresholds.to_json(), _scores(thresholds)
-    for name, values in zip(_FILES, both, strict=True):
+    """Write thresholds, and the scores of good images behind them, into a model folder."""
+    contents = None if thresholds is None else thresholds.to_json(), _scores(thresholds)
+    for name, values in zip(_FILES, contents, strict=True):
         (folder / name).write_text(as_json(values), "utf-8")
 
 
 def _scores(thresholds: Thresholds | None) -> dict[str, Any] | None:
-    """The scores behind thresholds, as plain values."""
+    """The scores of good images behind thresholds, as plain values."""
     if thresholds is None:
         return None
     values = asdict(thresholds.good).items()
@@ -72,7 +72,16 @@ def earlier_thresholds(model: Model) -> Thresholds:
 
 
 def _thresholds(values: Any, scores: Any, files: Sequence[Path]) -> Thresholds:
-    """Thresholds from the values of thresholds.json and calibration.json, named by `files`."""
+    """Thresholds from plain values.
+
+    Args:
+        values: content of thresholds.json.
+        scores: content of calibration.json.
+        files: the files that hold the two, for messages.
+
+    Raises:
+        ModelError: an entry is missing, or of another type.
+    """
     written = checked(values, _ThresholdsFile, files[0])
     good = checked(scores, GoodScores, files[1])
     return Thresholds(written.review, written.reject, written.pixel, written.label, good)
@@ -89,7 +98,7 @@ class _ThresholdsFile:
 
 
 def read_history(folder: Path) -> bytes:
-    """A line for each change of the thresholds, with its reason; empty where they never changed.
+    """A model folder's history: a line of JSON for each change; empty without any.
 
     Raises:
         ModelError: the history can't be read.
@@ -102,9 +111,9 @@ def read_history(folder: Path) -> bytes:
 
 
 def thresholds_alone_differ(folder: Path) -> frozenset[str]:
-    """Ids of a folder's earlier models that give each image the same score.
+    """Ids of a folder's earlier models that score each image as its present one does.
 
-    Only models since the last update count, because an update changes scores.
+    These are the models since the last update, because only an update changes scores.
 
     Raises:
         ModelError: the history can't be read.
@@ -161,7 +170,7 @@ def change(
     """An entry of a model's history about a change of thresholds, without the models' ids.
 
     Args:
-        asked: the command's options that caused the change, with their values.
+        asked: options of the command that made the change, with their values.
         before: the thresholds before the change; None if there were none.
         after: the new thresholds; None if there are none.
         images: sha256 of the images given for the change, by kind (good, defects) and name.
@@ -184,11 +193,11 @@ def change(
 def write_history(
     folder: Path, earlier: bytes, changes: Sequence[Mapping[str, Any]], after: str
 ) -> None:
-    """Write the history, if there is any.
+    """Write a model folder's history, if there is any.
 
     Args:
         folder: the model folder.
-        earlier: the lines written before.
+        earlier: lines of the history so far.
         changes: new entries in order, each with the model's id before the change.
         after: the model's id after the last change.
     """
