@@ -1,4 +1,4 @@
-"""Ray: workers that compute features of training images, and scores; any of them may die.
+"""Workers on Ray that compute scores and features of training images; any of them may die.
 
 To score, the command's own process decodes, gathers batches, draws and writes, as without a
 cluster; workers compute. So batches, and with them rows, are those of one process, and only it
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _LOCAL = "local"
 
 
-class WorkerDied(Exception):  # noqa: N818, no mistake of anybody's
+class WorkerDied(Exception):  # noqa: N818, nobody made a mistake
     """The worker's process, or its machine, is gone."""
 
 
@@ -65,8 +65,8 @@ class Cluster:
         """Most actors that can run now; a further one would wait for a processor or a GPU."""
         needs = ("CPU", "GPU") if self._gpus else ("CPU",)
         machines = [node["Resources"] for node in _ray().nodes() if node["Alive"]]
-        # None is spread over two machines.
-        return sum(min(int(there.get(kind, 0)) for kind in needs) for there in machines)
+        # An actor needs its processor and its GPU on one machine.
+        return sum(min(int(resources.get(kind, 0)) for kind in needs) for resources in machines)
 
     def put(self, value: Any) -> Any:
         """Store a value in the cluster once; the reference returned stands for it in arguments."""
@@ -103,23 +103,23 @@ class Actor:
         return answer
 
     def stop(self) -> None:
-        """End it."""
+        """End the actor's process."""
         ray = _ray()
         with suppress(ray.exceptions.RayError):
             ray.kill(self._handle)
 
 
-def _pass_on(answer: Future[Any], rays: Future[Any]) -> None:
-    """Copy Ray's result or error into a future of our own.
+def _pass_on(answer: Future[Any], ray_future: Future[Any]) -> None:
+    """Copy Ray's result or error into a future of this program.
 
     Args:
         answer: the future that callers wait for; gets the method's own error, `WorkerDied` where
             the process is gone, or DataError where a machine lacks a package.
-        rays: Ray's future, which is done.
+        ray_future: Ray's future, which is done.
     """
-    error = rays.exception()
+    error = ray_future.exception()
     if error is None:
-        answer.set_result(rays.result())
+        answer.set_result(ray_future.result())
         return
     of_method = isinstance(error, _ray().exceptions.RayTaskError)
     cause = error.cause if of_method else WorkerDied(type(error).__name__)  # type: ignore[attr-defined]
@@ -158,10 +158,10 @@ def joined(address: str, device: str) -> Iterator[Cluster]:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == _LOCAL:
         options |= {"num_cpus": cores(), "include_dashboard": False}
-    stopping = signal.getsignal(signal.SIGTERM)  # Ray replaces this handler
+    handler = signal.getsignal(signal.SIGTERM)  # Ray replaces it
     try:
         ray.init(address, **options)
-    except Exception as error:  # Ray raises any kind, where it doesn't start in time that very one
+    except Exception as error:  # Ray raises many types, this one if it starts too slowly
         remedy = "start one with 'ray start --head', or give --ray local"
         if address == _LOCAL:
             remedy = "see why in Ray's logs (too much to do, too little memory?), and try again"
@@ -169,11 +169,11 @@ def joined(address: str, device: str) -> Iterator[Cluster]:
             f"no Ray cluster answers at {address} ({type(error).__name__}); {remedy}"
         ) from None
     with suppress(ValueError):  # not in the main thread, where Ray takes no signal
-        signal.signal(signal.SIGTERM, stopping)
+        signal.signal(signal.SIGTERM, handler)
     try:
         cluster = Cluster(device)
         if not cluster.room():
-            if address == _LOCAL:  # has as many processors as were asked for
+            if address == _LOCAL:  # which always has a processor
                 raise AnomalyError("Ray finds no GPU on this machine; leave --device cuda out")
             log.warning(
                 "no machine of the cluster at %s has a free %s; waiting until one joins",
@@ -185,7 +185,7 @@ def joined(address: str, device: str) -> Iterator[Cluster]:
         ray.shutdown()
 
 
-# The reason that is given for an image that ended its workers.
+# Reason why an image that ended its workers is refused.
 CRASHED = "every process that handled it crashed (out of memory?)"
 # Units in progress for each worker; results are yielded in order, so the first one holds up others.
 _AHEAD = 3
@@ -221,12 +221,12 @@ class _Unit:
     """
 
     def __init__(self, images: Sequence[Any]) -> None:
-        self._steps = _handling(images)
+        self._steps = _steps_of(images)
         self.wanted: list[Any] = next(self._steps)
         self.done: Done | None = None
 
-    def take(self, answer: Future[Any]) -> None:
-        """Go on with a worker's finished answer.
+    def advance(self, answer: Future[Any]) -> None:
+        """Take the next step with a worker's finished answer.
 
         Raises:
             OutputError: workers die, and that isn't the images' fault.
@@ -238,24 +238,24 @@ class _Unit:
             self.done = end.value
 
 
-def _handling(images: Sequence[Any]) -> Generator[list[Any], Future[Any], Done]:
+def _steps_of(images: Sequence[Any]) -> Generator[list[Any], Future[Any], Done]:
     """The steps of a unit: yields images for a worker, and is sent its answer.
 
     Where workers die at the images, each image is handled alone: this finds those that end workers.
     """
     lost: list[int] = []
-    result = yield from _handled(list(images))
+    result = yield from _answered(list(images))
     if result is _DIED:
         # Workers that die without an image have another fault: no image is to be blamed for it.
-        if (yield from _handled([])) is _DIED:
+        if (yield from _answered([])) is _DIED:
             raise OutputError(
                 "workers die even when they are given no image; see why in Ray's logs (out of "
                 "memory?)"
             )
         for place, image in enumerate(images):
-            if (yield from _handled([image])) is _DIED:
+            if (yield from _answered([image])) is _DIED:
                 lost.append(place)
-        result = yield from _handled([images[i] for i in range(len(images)) if i not in lost])
+        result = yield from _answered([images[i] for i in range(len(images)) if i not in lost])
     if result is _DIED:
         raise OutputError(
             f"{len(images)} images crashed {2 * _DEATHS} workers, but none of them does so alone; "
@@ -264,8 +264,8 @@ def _handling(images: Sequence[Any]) -> Generator[list[Any], Future[Any], Done]:
     return Done(result, lost)
 
 
-def _handled(images: list[Any]) -> Generator[list[Any], Future[Any], Any]:
-    """Give images to one worker after another; the first survivor's result, or `_DIED`."""
+def _answered(images: list[Any]) -> Generator[list[Any], Future[Any], Any]:
+    """Give images to one worker after another; the first answer, or `_DIED` if there is none."""
     for _ in range(_DEATHS):
         answer = yield images
         with suppress(WorkerDied):
@@ -353,7 +353,7 @@ class Workers:
                 self._idle.append(worker)
             else:
                 worker.stop()
-            unit.take(future)
+            unit.advance(future)
             if unit.done is None:
                 unfinished.append(unit)
         return unfinished
@@ -393,8 +393,8 @@ def predict(
             begun.append(batch)
             yield [] if isinstance(batch, UnusableImage) else batch
 
-    needs = model.folder.resolve(), model.device.type, about_model(model)
-    with closing(Workers(cluster, ScoringWorker, *needs)) as workers:
+    arguments = model.folder.resolve(), model.device.type, about_model(model)
+    with closing(Workers(cluster, ScoringWorker, *arguments)) as workers:
         for results, lost in workers.share_out(
             units(), lambda actor, batch: actor.ask("predict", batch), stopped
         ):
@@ -408,7 +408,7 @@ def predict(
 
 
 class ScoringWorker:
-    """The actor. Its model is loaded by the first call, so that errors come back as they are.
+    """Actor that scores batches; its first call loads the model, so that callers get its errors.
 
     Args:
         folder: the model folder, at the same path on all machines.
@@ -450,10 +450,8 @@ class ScoringWorker:
         return model
 
 
-# Images of a shard, in whole batches, so that these are as one machine's; fewer where that leaves
-# workers without any.
-_MOST = 64
-_LEAST_SHARDS = 10
+_SHARD_IMAGES = 64  # of a shard, rounded up to whole batches, so that these are one machine's
+_LEAST_SHARDS = 10  # fewer images make smaller shards, so that there is work for many workers
 _FOLDER = "features-"
 
 
@@ -477,10 +475,10 @@ def cluster_features(
     Raises:
         AnomalyError: a worker raised it, or workers die even without an image.
     """
-    for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    for abandoned in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
+        shutil.rmtree(abandoned, ignore_errors=True)
     batch = setup.embedder.max_batch_size(setup.config.batch_size)
-    wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
+    wanted = min(_SHARD_IMAGES, -(-len(images) // _LEAST_SHARDS))
     size = -(-wanted // batch) * batch
     with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute()) as folder:
         sent = cluster.put(setup), cluster.put(images)
@@ -541,7 +539,7 @@ def _sharded(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedFeatures(CachedFeatures):
-    """Features of training images that workers keep in shards, and go on with.
+    """Features of training images that workers have computed in shards, and work on.
 
     Attributes:
         cluster: the cluster that the workers run on.
@@ -596,7 +594,9 @@ class ShardedFeatures(CachedFeatures):
 
 
 class ShardWorker:
-    """The actor. Nothing is made before the first call, so that errors come back as they are.
+    """Actor that computes, keeps and reads features; its first call prepares it.
+
+    The constructor does nothing, so that callers get the errors.
 
     Args:
         setup: all stages but the scorer; its device stands for one of that type on this machine.
@@ -614,7 +614,7 @@ class ShardWorker:
     ) -> None:
         self._setup, self._images = setup, images
         self._scratch, self._folder = scratch, folder
-        self._begun = False
+        self._is_prepared = False
 
     def learn(self, images: Sequence[int]) -> CachedFeatures:
         """Compute and keep features of images, and what a bank is selected from.
@@ -625,7 +625,7 @@ class ShardWorker:
         Raises:
             DataError: this machine sees none of several image files, or not the run's folder.
         """
-        self._begin()
+        self._prepare()
         self._check_there(images)
         # The first shard stands for all of them where it is asked whether the disk has room.
         among = len(self._images) if 0 in images else len(images)
@@ -650,18 +650,18 @@ class ShardWorker:
         function: Callable[[PatchSet], Result],
     ) -> Result:
         """Result of a function of some images' features."""
-        self._begin()
+        self._prepare()
         return function(features.only(images))
 
     def scores(
         self, features: CachedFeatures, images: Sequence[int], scorer: Scorer
     ) -> dict[int, HeldOutScores]:
         """Scores of some images by a scorer that hasn't learned from them."""
-        self._begin()
+        self._prepare()
         return features.only(images).scores(self._setup.model(scorer.to(self._setup.device)))
 
-    def _begin(self) -> None:
-        if self._begun:
+    def _prepare(self) -> None:
+        if self._is_prepared:
             return
         if not self._scratch.is_dir():
             raise DataError(
@@ -672,7 +672,7 @@ class ShardWorker:
             os.chdir(self._folder)
         _use_one_thread()
         self._setup = replace(self._setup, device=device_of(self._setup.device.type))
-        self._begun = True
+        self._is_prepared = True
 
 
 def _use_one_thread() -> None:

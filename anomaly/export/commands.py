@@ -51,16 +51,16 @@ _GOLDEN_COUNT = 16  # golden images drawn from the training images
 _TOLERANCE = 1e-4  # largest allowed difference of scores, as a share of the score
 
 VERDICTS = ("good", "review", "reject")  # by the code that a graph from pixels puts out
-# An image; score and verdict of the export and of the model, in words; True where the verdicts
-# are equal; the largest difference of scores, as a share of the model's.
+# Image; score and verdict of the export, then of the model, in words; True if the verdicts are
+# equal; the largest difference of their scores, as a share of the model's score.
 Pair: TypeAlias = tuple[Path, str, str, bool, float]
 
 
 def run_export(options: argparse.Namespace) -> int:
     """Export a model and print the proof that it is equal; the exit status is 0."""
-    folder = _checked(options)  # before torch is imported
+    folder = _source_folder(options)  # before torch is imported
     with locked(options.output), ProgressLine() as progress:
-        exported = _written(options, folder, progress)
+        exported = _write_export(options, folder, progress)
     equal, place = exported["equality"], options.output / "model"
     engine = f"{ENGINES[exported['engine']][0]} {exported['engine_version']}"
     print(f"exported model {exported['model_id']} for {engine}: {place}")
@@ -74,8 +74,8 @@ def run_export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _checked(options: argparse.Namespace) -> Path:
-    """The model folder of options that allow an export.
+def _source_folder(options: argparse.Namespace) -> Path:
+    """The folder of the model to export; options that don't allow the export are refused.
 
     Raises:
         ModelError: there is no model, it is an exported one, or the engine or ONNX isn't installed.
@@ -83,10 +83,7 @@ def _checked(options: argparse.Namespace) -> Path:
         OutputError: the output exists already, or would overwrite the model itself.
     """
     folder, target = find_model(options.model, exported=False), options.output / "model"
-    model, place = folder.resolve(), target.resolve()
-    if place.is_relative_to(model) or model.is_relative_to(place):
-        raise OutputError(f"{target} holds the model to export ({folder}); give another --output")
-    check_run_folder(options.output)
+    check_run_folder(options.output, folder)
     if (target / MANIFEST).is_file() and not (target / EXPORT).is_file():
         raise OutputError(
             f"{target} holds a trained model, which an export doesn't replace; give another "
@@ -104,7 +101,7 @@ def _checked(options: argparse.Namespace) -> Path:
     return folder
 
 
-def _written(
+def _write_export(
     options: argparse.Namespace, folder: Path, progress: Callable[[str, int, int], None]
 ) -> dict[str, Any]:
     """Write a model for another engine; it stays only if it is equal on golden images.
@@ -123,7 +120,7 @@ def _written(
         DataError: there are no images to compare on.
         OutputError: the disk is full.
     """
-    # It imports torch; `_checked` refuses wrong options before.
+    # It imports torch; `_source_folder` refuses wrong options before.
     from anomaly.export.graph import OPSET, check_pixels, write_graph
 
     engine, camera, output = options.to, options.pixels, options.output
@@ -139,10 +136,9 @@ def _written(
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
         # All files of the model folder but the network, which the graph replaces.
-        for name in (MANIFEST, *model.manifest["files"].keys() - {BACKBONE}):
-            shutil.copyfile(folder / name, draft / name)
-        if (folder / HISTORY).exists():
-            shutil.copyfile(folder / HISTORY, draft / HISTORY)
+        for name in (MANIFEST, HISTORY, *model.manifest["files"].keys() - {BACKBONE}):
+            if (folder / name).exists():
+                shutil.copyfile(folder / name, draft / name)
         values: dict[str, Any] = {
             "model_id": model.model_id,
             "network": write_graph(reference, draft, engine),
@@ -163,8 +159,7 @@ def _written(
         )
         if camera:
             graph = Graph(draft / values["whole"]["file"], engine, program_threads())
-            whole = equality(pixel_pairs(reference, graph, paths, camera))
-            values["equality"]["largest_whole_difference"] = whole["largest_difference"]
+            values["whole_equality"] = equality(pixel_pairs(reference, graph, paths, camera))
         write_sealed(draft / EXPORT, values)
     if record := training_record(options.model):  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
@@ -202,7 +197,7 @@ def equality(pairs: Iterable[Pair], hint: str = "") -> dict[str, Any]:
     """The proof that an export and its model give the same verdicts and scores.
 
     Args:
-        pairs: answers of both on golden images.
+        pairs: scores and verdicts of both on golden images.
         hint: remedy where they differ, at the end of the message.
 
     Returns:
@@ -233,7 +228,6 @@ def equality(pairs: Iterable[Pair], hint: str = "") -> dict[str, Any]:
         "tolerance": _TOLERANCE,
         "largest_difference": shares[worst],
         "largest_difference_at": worst.name,
-        "largest_whole_difference": None,
     }
 
 
@@ -244,7 +238,7 @@ def network_pairs(
     paths: Sequence[Path],
     progress: Callable[[int, int], None],
 ) -> Iterator[Pair]:
-    """Answers of an exported model and of its source on images.
+    """Scores and verdicts of an exported model and of its source, image by image.
 
     Args:
         model: the source in the precision of its training, whose verdicts count.
@@ -278,7 +272,7 @@ def network_pairs(
 def pixel_pairs(
     reference: Model, graph: Graph, paths: Sequence[Path], camera: tuple[int, int]
 ) -> Iterator[Pair]:
-    """Answers of a graph from pixels and of its model on images.
+    """Scores and verdicts of a graph from pixels and of its model, image by image.
 
     Args:
         reference: the model in fp32.
@@ -348,8 +342,8 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
         source = from_model(options.model, device)
     with ProgressLine() as progress:
         refused = save_features(source, paths, options.output, pool=options.pool, progress=progress)
-    for each in refused:
-        log.warning("left out: %s", each.reason)
+    for image in refused:
+        log.warning("left out: %s", image.reason)
     saved = counted(len(paths) - len(refused), "image")
     print(f"{saved} saved in {options.output}; layers: {', '.join(source.layers)}")
     return 3 if refused else 0

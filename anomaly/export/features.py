@@ -136,44 +136,44 @@ def save_features(
             are too large.
         OutputError: the file can't be written.
     """
-    rows: list[list[Array]] = [[] for _ in source.layers]
+    by_layer: list[list[Array]] = [[] for _ in source.layers]
     used, refused = list[int](), list[UnusableImage]()
     decoders = Decoders(source.loading)
     for batch in by_shape(decoders.load_all(enumerate(paths)), _AT_ONCE):
         if isinstance(batch, UnusableImage):
             refused.append(batch)
         else:
-            for own, output in zip(rows, source.outputs(batch), strict=True):
+            for maps, output in zip(by_layer, source.outputs(batch), strict=True):
                 values = pooled(output, batch[0].view.size) if pool == "mean" else output
-                own += [*values.float().cpu().numpy()]
+                maps += [*values.float().cpu().numpy()]
             used += [item.index for item in batch]
-            _check_maps(rows, len(paths))
+            _check_maps(by_layer, len(paths))
         progress("features", len(used) + len(refused), len(paths))
     if not used:
         raise DataError(f"no image can be used: {refused[0].reason}")
-    arrays: dict[str, Any] = {"paths": np.array([str(paths[index]) for index in used])}
-    arrays |= {layer: np.stack(own) for layer, own in zip(source.layers, rows, strict=True)}
+    content: dict[str, Any] = {"paths": np.array([str(paths[index]) for index in used])}
+    content |= {name: np.stack(maps) for name, maps in zip(source.layers, by_layer, strict=True)}
     with draft(file) as unfinished, unfinished.open("wb") as written:
-        np.savez(written, **arrays)
+        np.savez(written, **content)
     return refused
 
 
-def _check_maps(rows: Sequence[Sequence[Array]], images: int) -> None:
+def _check_maps(by_layer: Sequence[Sequence[Array]], images: int) -> None:
     """Refuse features that don't fit one array for each layer; called after each batch.
 
     Args:
-        rows: features of the images so far, by layer.
+        by_layer: features of the images so far, for each layer.
         images: number of images in all.
 
     Raises:
         DataError: shapes of an array's rows differ, or all arrays together are too large.
     """
-    if any(own[0].shape != own[-1].shape for own in rows):
+    if any(maps[0].shape != maps[-1].shape for maps in by_layer):
         raise DataError(
             "the images differ in size, and so do their maps; save those of each size by "
             "themselves, or --pool mean"
         )
-    size = images * sum(own[0].nbytes for own in rows)
+    size = images * sum(maps[0].nbytes for maps in by_layer)
     if size > _MOST_BYTES:
         raise DataError(
             f"the features of {images} images take {size / 1e9:.0f} GB of memory; save fewer "

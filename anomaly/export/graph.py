@@ -1,4 +1,4 @@
-"""A detector as a graph in a file: images -> patch embeddings, or camera pixels -> verdict."""
+"""A model as a graph in a file: images -> patch embeddings, or camera pixels -> verdict."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def bicubic_antialiased(
 
 def _weights(target: int, source: int, like: Tensor) -> Tensor:
     """Weights (target, source) of source positions at target positions: Keys's cubic, a = -0.5."""
-    places = torch.arange(target, device=like.device, dtype=like.dtype) + 0.5
-    scale = source / torch.ones_like(places).sum()  # their number may be unknown while tracing
-    own = torch.arange(source, device=like.device, dtype=like.dtype) + 0.5
-    away = ((own - places[:, None] * scale) / scale.clamp(min=1)).abs()
-    near = (1.5 * away - 2.5) * away * away + 1
-    far = ((-0.5 * away + 2.5) * away - 4) * away + 2
-    weights = torch.where(away < 1, near, torch.where(away < 2, far, 0.0))
+    targets = torch.arange(target, device=like.device, dtype=like.dtype) + 0.5
+    sources = torch.arange(source, device=like.device, dtype=like.dtype) + 0.5
+    scale = source / torch.ones_like(targets).sum()  # their number may be unknown while tracing
+    distance = ((sources - targets[:, None] * scale) / scale.clamp(min=1)).abs()
+    near = (1.5 * distance - 2.5) * distance * distance + 1
+    far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
+    weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
     return weights / weights.sum(1, keepdim=True)
 
 
@@ -93,48 +93,48 @@ _Described: TypeAlias = dict[str, tuple[str, list[int | str]]]
 class _Network(nn.Module):
     """Images (B, 3, H, W) in [0, 1] -> patch embeddings (B, h, w, D)."""
 
-    def __init__(self, detector: Model) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.network = _padded_alike(_to_the_end(detector), _example(detector)[0])
-        self._detector = detector
+        self.network = _padded_alike(_to_the_end(model), _example(model)[0])
+        self._model = model
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         # Without the early stop, which a trace can't follow: layers after the last hooked one
         # aren't used, so they aren't in the graph.
-        extractor = self._detector.extractor
+        extractor = self._model.extractor
         with capture(self.network, extractor.layers) as captured:
-            captured.run(self._detector.normalise(images))
+            captured.run(self._model.normalise(images))
             maps = extractor.maps_of(captured.pop(), images)
-        return (self._detector.scorer.align(maps),)
+        return (self._model.scorer.align(maps),)
 
     def described(self) -> _Described:
         """Meaning and lengths of the axes of the input and of the output, by name."""
-        detector, sides = self._detector, self._detector.loading.sizing.only
+        model, sides = self._model, self._model.loading.sizing.only
         meaning = (
             "RGB in [0, 1], full scale of the file's depth is 1, resized as config.yaml says; the "
             "graph normalises"
         )
         images: list[int | str] = ["batch", 3, "height", "width"]
-        embeddings: list[int | str] = ["batch", "h", "w", detector.scorer.dimensions]
+        embeddings: list[int | str] = ["batch", "h", "w", model.scorer.dimensions]
         if sides is None:
-            multiple = detector.loading.sizing.multiple
+            multiple = model.loading.sizing.multiple
             meaning += f"; height and width are multiples of {multiple}"
         else:
-            images[2:], embeddings[1:3] = sides, detector.embedder.grid(sides)
+            images[2:], embeddings[1:3] = sides, model.embedder.grid(sides)
         return {"images": (meaning, images), "embeddings": ("patch embeddings", embeddings)}
 
 
-def _to_the_end(detector: Model) -> nn.Module:
-    """The whole network of a detector, folded.
+def _to_the_end(model: Model) -> nn.Module:
+    """The whole network of a model, folded.
 
-    The detector's own has pass-through layers after the last hooked one, where only an early stop
+    The model's own has pass-through layers after the last hooked one, where only an early stop
     spares it wrong shapes. Here these layers run, with zeros as weights.
 
     Raises:
         ModelError: the network can't run to its end.
     """
-    extractor, name = detector.extractor, detector.config.backbone.name
-    images, _ = _example(detector)
+    extractor, name = model.extractor, model.config.backbone.name
+    images, _ = _example(model)
     whole, state = build(name), extractor.network.state_dict()
     zeros = {
         key: torch.zeros(like.shape, dtype=like.dtype)
@@ -165,37 +165,37 @@ def _padded_alike(network: nn.Module, images: Tensor) -> nn.Module:
         network: the whole network, in eval mode.
         images: (B, 3, H, W).
     """
-    same = [n for n, m in network.named_modules() if type(m).__name__ == "Conv2dSame"]
-    if not same:
+    paths = [n for n, m in network.named_modules() if type(m).__name__ == "Conv2dSame"]
+    if not paths:
         return network
     from timm.layers.padding import pad_same_arg
 
     with torch.inference_mode(), HookSet(network) as hooks:
-        seen: dict[str, tuple[int, ...]] = {}
-        for path in same:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in paths:
             hooks.forward_pre(
-                path, lambda _, inputs, path: seen.update({path: inputs[0].shape}), path
+                path, lambda _, inputs, path: shapes.update({path: inputs[0].shape}), path
             )
         network(images)
-    for path, shape in seen.items():
-        c: Any = network.get_submodule(path)
-        sides: Any = pad_same_arg(list(shape[2:]), c.kernel_size, c.stride, c.dilation)
+    for path, shape in shapes.items():
+        same: Any = network.get_submodule(path)
+        sides: Any = pad_same_arg(list(shape[2:]), same.kernel_size, same.stride, same.dilation)
         plain = nn.Conv2d(
-            c.in_channels, c.out_channels, c.kernel_size, c.stride, 0, c.dilation, c.groups,
-            bias=c.bias is not None,
+            same.in_channels, same.out_channels, same.kernel_size, same.stride, 0, same.dilation,
+            same.groups, bias=same.bias is not None,
         )  # fmt: skip
-        plain.load_state_dict(c.state_dict())
+        plain.load_state_dict(same.state_dict())
         network.set_submodule(path, nn.Sequential(nn.ZeroPad2d(sides), plain))
     return network
 
 
 def write_graph(
-    detector: Model, folder: Path, engine: str, camera: tuple[int, int] | None = None
+    model: Model, folder: Path, engine: str, camera: tuple[int, int] | None = None
 ) -> dict[str, Any]:
-    """Write a detector's graph, as `network` or, from pixels, as `whole`.
+    """Write a model's graph, as `network` or, from pixels, as `whole`.
 
     Args:
-        detector: on the CPU, in fp32.
+        model: on the CPU, in fp32.
         folder: the place for the graph's files.
         engine: a key of `anomaly.backbones.engine.ENGINES`, which decides the file format.
         camera: (H0, W0) of the raw RGB images that the graph takes and judges; None for a graph
@@ -209,32 +209,31 @@ def write_graph(
         DataError: the model doesn't take such images.
         OSError: the disk is full.
     """
-    module: _Network | PixelsToVerdict = _Network(detector)
-    stem, (example, free) = "network", _example(detector)
+    module: _Network | PixelsToVerdict = _Network(model)
+    stem, (example, free) = "network", _example(model)
     if camera is not None:
-        module, stem = PixelsToVerdict(detector, module, camera), "whole"
+        module, stem = PixelsToVerdict(model, module, camera), "whole"
         example, free = torch.randint(0, 256, (2, *camera, 3), dtype=torch.uint8), {0: free[0]}
     with torch.no_grad():
         module(example)  # fills caches, so that the trace holds their values as constants
-    described, name = module.described(), f"{stem}{ENGINES[engine][2]}"
-    file = folder / f"{stem}.onnx"
+    described, suffix, file = module.described(), ENGINES[engine][2], folder / f"{stem}.onnx"
     _trace(module, example, free, list(described), file)
     inputs, outputs = _tidied(file, described)
-    if ENGINES[engine][2] != ".onnx":
+    if suffix != ".onnx":
         openvino = installed(engine, "this export is for")
-        model = openvino.Core().read_model(file)
+        network = openvino.Core().read_model(file)
         try:
-            openvino.save_model(model, folder / name, compress_to_fp16=False)
+            openvino.save_model(network, file.with_suffix(suffix), compress_to_fp16=False)
         except RuntimeError:  # OpenVINO hides the system's error
             raise OSError(errno.ENOSPC, "No space left on device") from None
         for part in folder.glob(f"{file.name}*"):
             part.unlink()
-    return {"file": name, "inputs": inputs, "outputs": outputs}
+    return {"file": f"{stem}{suffix}", "inputs": inputs, "outputs": outputs}
 
 
-def _example(detector: Model) -> tuple[Tensor, dict[int, Any]]:
+def _example(model: Model) -> tuple[Tensor, dict[int, Any]]:
     """Images (2, 3, H, W) to trace with, and the free axes of the graph's input."""
-    sizing = detector.loading.sizing
+    sizing = model.loading.sizing
     batch = torch.export.Dim("batch", min=1, max=_LARGEST)
     if sizing.only is not None:
         return torch.rand(2, 3, *sizing.only), {0: batch}
@@ -260,7 +259,7 @@ def _trace(
     Raises:
         ModelError: the module can't be traced.
     """
-    before = logging.root.manager.disable
+    disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -283,15 +282,17 @@ def _trace(
             "an operation that ONNX lacks; train with another backbone, or hook earlier layers"
         ) from None
     finally:
-        logging.disable(before)
+        logging.disable(disabled)
     assert program is not None
     program.save(file)
 
 
-def _tidied(
-    file: Path, described_as: _Described
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _tidied(file: Path, meanings: _Described) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Remove this machine's paths and source lines from a graph, and name its axes.
+
+    Args:
+        file: the ONNX file, which is written again.
+        meanings: meaning and axes of the input and the outputs, by name.
 
     Returns:
         Inputs and outputs of the graph, as in export.json.
@@ -306,7 +307,7 @@ def _tidied(
     described: list[dict[str, Any]] = []
     for value in (*model.graph.input, *model.graph.output):
         del value.metadata_props[:]
-        kind, (meaning, lengths) = value.type.tensor_type, described_as[value.name]
+        kind, (meaning, lengths) = value.type.tensor_type, meanings[value.name]
         for axis, length in zip(kind.shape.dim, lengths, strict=True):
             if isinstance(length, str):
                 axis.dim_param = length
@@ -318,23 +319,23 @@ def _tidied(
     return described[:1], described[1:]
 
 
-def check_pixels(detector: Model) -> None:
+def check_pixels(model: Model) -> None:
     """Refuse a model whose verdict a graph from pixels can't compute.
 
     Raises:
         ModelError: the model is such a one; the message gives the reason.
     """
-    config = detector.config
+    config = model.config
     why = ""
     if config.image.tile is not None:
         why = "it cuts images into tiles (image.tile)"
-    elif detector.reference is not None:
+    elif model.reference is not None:
         why = "it finds the part's pose first (image.align)"
     elif config.image_score_in_force in METHODS[config.model.kind].image_scores:
         why = f"its image score, {config.image_score_in_force}, searches the memory bank again"
     elif config.model.smallest_defect is not None:
         why = "the size of regions decides its image score (model.smallest_defect)"
-    elif detector.thresholds is None:
+    elif model.thresholds is None:
         why = "it has no thresholds (set them with anomaly calibrate)"
     if why:
         raise ModelError(f"this model can't be a graph from pixels to the verdict: {why}")
@@ -344,7 +345,7 @@ class PixelsToVerdict(nn.Module):
     """Pixels (B, H0, W0, 3) uint8 -> verdict, score, reason, anomaly map, patch scores.
 
     Args:
-        detector: on the CPU, in fp32; `check_pixels` has passed it.
+        model: on the CPU, in fp32; `check_pixels` has passed it.
         embed: images (B, 3, H, W) in [0, 1] -> embeddings (B, h, w, D), in a tuple.
         camera: (H0, W0) of the pixels.
 
@@ -352,35 +353,32 @@ class PixelsToVerdict(nn.Module):
         DataError: the model doesn't take images of this size.
     """
 
-    def __init__(self, detector: Model, embed: nn.Module, camera: tuple[int, int]) -> None:
+    def __init__(self, model: Model, embed: nn.Module, camera: tuple[int, int]) -> None:
         super().__init__()
-        self.embed, self.score = embed, detector.scorer.graph()
-        self._detector, self._camera = detector, camera
-        self._view = view = detector.loading.sizing.view(camera)
-        self._grid = grid = detector.embedder.grid(view.size)
+        self.embed, self.score = embed, model.scorer.graph()
+        self._model, self._camera = model, camera
+        self._view = view = model.loading.sizing.view(camera)
+        self._grid = grid = model.embedder.grid(view.size)
         self._resample = [_tensor(resampling_matrix(axis)) for (axis,) in view.axes]
-        smoothing = detector.config.model.smoothing
+        smoothing = model.config.model.smoothing
         self._map_axes = [
             _tensor(map_matrix(count, axis, smoothing))
             for count, (axis,) in zip(grid, view.axes, strict=True)
         ]
         self._inside: Tensor | None = None
-        self._seen: Tensor | bool = True
-        if detector.region is not None:
-            self._inside = torch.from_numpy(counted(detector.region, view, grid))[None]
-            self._seen = torch.from_numpy(detector.region.inside(camera))
+        self._pixels_inside: Tensor | bool = True
+        if model.region is not None:
+            self._inside = torch.from_numpy(counted(model.region, view, grid))[None]
+            self._pixels_inside = torch.from_numpy(model.region.inside(camera))
         self._top = self._top_count()
-        self._statistics = _Statistics(detector, self._inside, grid, view.size)
+        self._review_reasons = _ReviewReasons(model, self._inside, grid, view.size)
 
     def _top_count(self) -> int:
         """Number of values in the highest 1 %, whose mean is the image score."""
-        count = math.prod(self._grid) if self._inside is None else int(self._inside.sum())
-        if self._detector.config.image_score_in_force.startswith("map_"):
-            smoothing = self._detector.config.model.smoothing
-            zeros = torch.zeros(1, *self._grid)
-            values = network_map(zeros, self._view.size, smoothing, self._inside)
-            count = int((~values.isnan()).sum())
-        return max(1, round(count / 100))
+        of_map = self._model.config.image_score_in_force.startswith("map_")
+        size = self._view.size if of_map else self._grid
+        values = network_map(torch.zeros(1, *self._grid), size, 0.0, self._inside)
+        return max(1, round(int((~values.isnan()).sum()) / 100))
 
     def described(self) -> _Described:
         """Meaning and lengths of the axes of the input and of the outputs, by name."""
@@ -414,11 +412,11 @@ class PixelsToVerdict(nn.Module):
         scores, *nearest = self.score(embeddings)
         patches = PatchScores(scores, nearest[0] if nearest else None)
         pieces = [(self._view, (0, 0), 0)]
-        shown, values = self._detector.image_scores_of(
+        shown, values = self._model.image_scores_of(
             patches, embeddings, pieces, self._inside, self._top
         )
-        reason = self._statistics(images, embeddings)
-        limits = self._detector.thresholds
+        reason = self._review_reasons(images, embeddings)
+        limits = self._model.thresholds
         assert limits is not None  # `check_pixels` refuses models without thresholds
         # 2 reject, less 1 for each threshold that isn't exceeded. NaN isn't at most a threshold:
         # such an image is rejected.
@@ -433,36 +431,36 @@ class PixelsToVerdict(nn.Module):
             scores = torch.where(self._inside, scores, 0.0)
         highest = F.max_pool2d(scores[:, None], 3, stride=1, padding=1)[:, 0]
         share = scores / highest.clamp(min=float(np.finfo(np.float32).tiny))
-        damped = scores * share**self._detector.config.model.halo_damping
+        damped = scores * share**self._model.config.model.halo_damping
         maps = rows @ damped @ columns.T
         if self._inside is None:
             return maps
         weights = rows @ self._inside.float() @ columns.T
         # Beside a region's border the mean is taken over the patches inside it alone.
-        seen = (weights > LEAST_WEIGHT) & self._seen
+        seen = (weights > LEAST_WEIGHT) & self._pixels_inside
         return torch.where(seen, maps / torch.where(seen, weights, 1.0), math.nan)
 
 
-class _Statistics(nn.Module):
-    """Network inputs and their embeddings -> reasons for review (B,) int64, 0 for none.
+class _ReviewReasons(nn.Module):
+    """Network inputs and their embeddings -> codes of reasons for review (B,) int64, 0 for none.
 
     The checks are those of `anomaly.scoring.image_statistics`.
 
     Args:
-        detector: the model.
+        model: the model.
         inside: (1, h, w) bool, the patches that count; None for all.
         grid: (h, w).
         size: (H, W) of the network inputs.
     """
 
     def __init__(
-        self, detector: Model, inside: Tensor | None, grid: tuple[int, int], size: tuple[int, int]
+        self, model: Model, inside: Tensor | None, grid: tuple[int, int], size: tuple[int, int]
     ) -> None:
         super().__init__()
-        self._learned = detector.training_statistics
+        self._learned = model.training_statistics
         if self._learned is not None and not self._learned.is_reliable:
             self._learned = None
-        self._turned = detector.config.model.turned_copies != "none"
+        self._turned = model.config.model.turned_copies != "none"
         self._patches = torch.ones(grid, dtype=torch.bool) if inside is None else inside[0]
         patches = self._patches.numpy().astype(np.uint8)
         shown = cv2.resize(patches, size[::-1], interpolation=cv2.INTER_NEAREST)
@@ -471,13 +469,14 @@ class _Statistics(nn.Module):
         self._counts = int(patches.sum()), int(shown.sum())
 
     def forward(self, images: Tensor, embeddings: Tensor) -> Tensor:
+        """Code of the first reason that applies to each image."""
         light = images.mean(1)
-        around = F.pad(light[:, None], (1, 1, 1, 1), mode="reflect")[:, 0]
-        beside = around[:, :-2, 1:-1] + around[:, 2:, 1:-1]
-        beside = beside + around[:, 1:-1, :-2] + around[:, 1:-1, 2:]
+        padded = F.pad(light[:, None], (1, 1, 1, 1), mode="reflect")[:, 0]
+        neighbours = padded[:, :-2, 1:-1] + padded[:, 2:, 1:-1]
+        neighbours = neighbours + padded[:, 1:-1, :-2] + padded[:, 1:-1, 2:]
         mean = self._mean(light)
         contrast = self._mean((light - mean[:, None, None]).square()).sqrt()
-        sharpness = self._mean((beside - 4 * light).abs()) / contrast.clamp(min=QUIET)
+        sharpness = self._mean((neighbours - 4 * light).abs()) / contrast.clamp(min=QUIET)
         darkest = torch.where(self._pixels, light, math.inf).amin((1, 2))
         brightest = torch.where(self._pixels, light, -math.inf).amax((1, 2))
         tests = [brightest - darkest <= BLANK]
@@ -501,10 +500,11 @@ class _Statistics(nn.Module):
     def _is_foreign(self, embeddings: Tensor, learned: TrainingStatistics) -> Tensor:
         """Tests (B,) of whether images show another product than the training images."""
         mean = (embeddings * self._patches[..., None]).sum((1, 2)) / self._counts[0]
-        apart = mean - _tensor(learned.mean)
-        away = (apart / _tensor(learned.deviations(learned.variance))).square().mean(-1).sqrt()
-        distance = apart.square().mean(-1).sqrt() / learned.spread
-        return (away > FARTHER * learned.seen_distance) & (distance > LEAST_DISTANCE)
+        difference = mean - _tensor(learned.mean)
+        standardised = difference / _tensor(learned.deviations(learned.variance))
+        deviation = standardised.square().mean(-1).sqrt()
+        distance = difference.square().mean(-1).sqrt() / learned.spread
+        return (deviation > FARTHER * learned.seen_distance) & (distance > LEAST_DISTANCE)
 
 
 def _tensor(values: NDArray[np.floating[Any]]) -> Tensor:

@@ -372,20 +372,20 @@ class Outputs:
         """
         # A finished run has deleted its journal, so either file means an interrupted one.
         unfinished, watched = ((self.folder / name).exists() for name in (JOURNAL, WATCHED))
-        here, other = (watched, unfinished) if watch else (unfinished, watched)
-        if other and not overwrite:
-            how = "without --watch" if watch else "with --watch"
+        same_kind, other_kind = (watched, unfinished) if watch else (unfinished, watched)
+        if other_kind and not overwrite:
+            option = "without --watch" if watch else "with --watch"
             raise OutputError(
-                f"{self.folder} holds an interrupted run {how}; resume it {how}, give another "
-                "--output, or add --overwrite to start again"
+                f"{self.folder} holds an interrupted run {option}; resume it {option}, give "
+                "another --output, or add --overwrite to start again"
             )
-        if here and not (resume or overwrite):
+        if same_kind and not (resume or overwrite):
             raise OutputError(
                 f"{self.folder} holds an earlier run; add --resume to continue it, --overwrite to "
                 "start again, or give another --output"
             )
-        complete = not (watch or here) and resume and (self.folder / "results.csv").exists()
-        claim(self.folder, () if resume and (here or complete) else INFER, overwrite=overwrite)
+        complete = not (watch or same_kind) and resume and (self.folder / "results.csv").exists()
+        claim(self.folder, () if resume and (same_kind or complete) else INFER, overwrite=overwrite)
         remove_drafts(self.folder, FOLDERS)
         return complete
 

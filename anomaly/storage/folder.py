@@ -193,17 +193,17 @@ def check_run_folder(folder: Path, source: Path | None = None) -> None:
 
     Args:
         folder: the run's folder, which needn't exist.
-        source: the model folder that an update learns from.
+        source: the model folder that an update or an export starts from.
 
     Raises:
-        OutputError: it is the source or its run, or it holds runs, which its own model would hide
-            from `find_runs`.
+        OutputError: it is the source, its run, or a folder inside the source; or it holds runs,
+            which its own model would hide from `find_runs`.
         ModelError: a subfolder holds parts of a model without its manifest.
     """
-    place = folder.resolve()
-    if source is not None and place in (source.resolve(), source.resolve().parent):
+    place, model = folder.resolve(), source and source.resolve()
+    if model and (place == model.parent or place.is_relative_to(model)):
         raise OutputError(
-            f"{folder} holds the model to update and isn't replaced; name another folder"
+            f"{folder} holds the source model and isn't replaced; name another folder"
         )
     if _model_at(folder) is None and (inside := _models_inside(folder)):
         raise OutputError(

@@ -1,7 +1,7 @@
-"""A run's folder: the model in `model/`, and what belongs to it.
+"""A run's folder: the model in `model/`, and the files beside it.
 
-train.json says what is known of its training, `suspects/` holds pictures of training images, and
-`golden/` golden parts, where people have recorded some.
+train.json holds facts about the training, `suspects/` pictures of training images, and `golden/`
+golden parts if people have recorded any.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def train_run(
         progress: called with (stage, done, total).
 
     Returns:
-        The training, and what train.json says of it.
+        The training, and the content of train.json.
 
     Raises:
         OutputError: an earlier run is there, or there is no room.
-        AnomalyError: it can't be trained.
+        AnomalyError: no model can be trained with these settings and images.
     """
     from anomaly.training.fit import train
 
@@ -78,9 +78,7 @@ def train_run(
         features_of=features_of,
         progress=progress,
     )
-    before = time.perf_counter()
     model_id = save(training.model, output / "model", overwrite=overwrite)
-    training.seconds["save"] = time.perf_counter() - before
     summary = _summary(training, model_id)
     clear(output, ("suspects",))
     summary["suspects"] = _draw_suspects(training, dataset.train, output)
@@ -92,17 +90,20 @@ def train_run(
 
 
 def trained_on(folder: Path) -> Path:
-    """The data set's folder, which the run remembers beside the model.
+    """Folder of the data set that a run was trained on.
+
+    Args:
+        folder: the run, or its model folder.
 
     Raises:
-        DataError: it doesn't.
+        DataError: the run has no train.json that names the data set's folder.
     """
-    place = training_record(folder).get("data_folder")
-    if not isinstance(place, str):
+    data_folder = training_record(folder).get("data_folder")
+    if not isinstance(data_folder, str):
         raise DataError(
             f"{folder} has no train.json that says where its data set is; give --good and --defects"
         )
-    return Path(place)
+    return Path(data_folder)
 
 
 def training_record(folder: Path) -> dict[str, Any]:
@@ -126,10 +127,7 @@ def _summary(training: Training, model_id: str) -> dict[str, Any]:
         "model_id": model_id,
         "kind": config.model.kind,
         "device": model.device.type,
-        "images": {
-            "learned": len(training.images),
-            "refused": len(training.refused),
-        },
+        "images": {"learned": len(training.images), "refused": len(training.refused)},
         "patches": training.patches,
         "patch_size": {
             "pixels": [round(side, 2) for side in training.patch_pixels],

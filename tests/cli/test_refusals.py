@@ -96,12 +96,12 @@ export --to onnx --model runs/run --output runs/e -> e/model exists already
 export --to onnx --model runs/run --output o --pixels 120 -> isn't width x height
 export --to onnx --model runs/e --output o -> e/model is an exported model
 export --to onnx --model runs/run --output o --golden nowhere -> --golden nowhere doesn't exist
-export --to onnx --model runs/run --output runs/run --overwrite -> holds the model to export
-export --to onnx --model runs/run --output runs/link --overwrite -> holds the model to export
+export --to onnx --model runs/run --output runs/run --overwrite -> holds the source model
+export --to onnx --model runs/run --output runs/link --overwrite -> holds the source model
 export --to onnx --model runs/run --output runs -> holds the runs e, link, run, two, which a model
 export --to onnx --model runs/run --output runs/two --overwrite -> two/model holds a trained model
-export --to onnx --model runs/run --output runs/run/model -> holds the model to export
-export --to onnx --model runs/run --output runs/run/model/scores -> holds the model to export
+export --to onnx --model runs/run --output runs/run/model -> holds the source model
+export --to onnx --model runs/run --output runs/run/model/scores -> holds the source model
 """
 
 

@@ -233,4 +233,4 @@ def test_what_may_not_be_learned(
     (run / "model" / "thresholds.json").write_text("null\n")
     assert "was changed since it was written" in refused("--good", lamp / "good", model=run)
     said, _ = update(2, run, "--good", lamp / "good", output="run")
-    assert "holds the model to update and isn't replaced" in said
+    assert "holds the source model and isn't replaced" in said
