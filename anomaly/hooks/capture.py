@@ -126,7 +126,7 @@ class Capture:
         try:
             return self._model(*args, **kwargs)
         except _Stopped as stopped:
-            if stopped.owner is not self:
+            if stopped.args != (self,):  # another capture's, around this one
                 raise
             return None
         finally:
@@ -238,10 +238,10 @@ capture = Capture  # reads as a verb in a `with` statement
 
 
 class _Stopped(BaseException):
-    """Ends a forward pass. Not an Exception, so that no `except Exception` of a network eats it."""
+    """Ends a forward pass; its argument is the capture that does so.
 
-    def __init__(self, owner: Capture) -> None:
-        self.owner = owner
+    It isn't an Exception, so that no `except Exception` of a network eats it.
+    """
 
 
 class _Kept(NamedTuple):

@@ -103,6 +103,8 @@ Layers: TypeAlias = Selector | Sequence[Selector]
 Event: TypeAlias = Literal["forward", "forward_pre", "backward", "backward_pre"]
 
 _Register: TypeAlias = Callable[[Hook], RemovableHandle]  # a function of PyTorch's
+# Further arguments of a hook: by position and by name.
+_Further: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Names of the arguments that PyTorch gives to the hooks of each event.
 _ARGUMENTS: dict[Event, tuple[str, ...]] = {
@@ -180,7 +182,7 @@ class HookSet:
             LayerError: no such layer, or one whose hooks would never be called; or a hook that
                 takes other arguments.
         """
-        return self._on_layers("forward", layers, hook, extra, named, with_kwargs)
+        return self._on_layers("forward", layers, hook, (extra, named), with_kwargs)
 
     def forward_pre(
         self, layers: Layers, hook: Hook, /, *extra: Any, with_kwargs: bool = False, **named: Any
@@ -191,7 +193,7 @@ class HookSet:
         `with_kwargs` it is called as `hook(module, inputs, kwargs, …)` and returns a pair
         (inputs, kwargs). Arguments, handles and errors are those of `forward`.
         """
-        return self._on_layers("forward_pre", layers, hook, extra, named, with_kwargs)
+        return self._on_layers("forward_pre", layers, hook, (extra, named), with_kwargs)
 
     def backward(self, layers: Layers, hook: Hook, /, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook(module, grad_input, grad_output, *extra, **named)` in the backward pass.
@@ -202,7 +204,7 @@ class HookSet:
         layers before. Layers that work in place, here or behind, are no obstacle.
         Arguments, handles and errors are those of `forward`.
         """
-        return self._on_layers("backward", layers, hook, extra, named)
+        return self._on_layers("backward", layers, hook, (extra, named))
 
     def backward_pre(
         self, layers: Layers, hook: Hook, /, *extra: Any, **named: Any
@@ -212,7 +214,7 @@ class HookSet:
         What it returns replaces `grad_output`, and with it the gradients of the layer's
         parameters. Arguments, handles and errors are those of `forward`.
         """
-        return self._on_layers("backward_pre", layers, hook, extra, named)
+        return self._on_layers("backward_pre", layers, hook, (extra, named))
 
     def tensor(self, tensor: Tensor, hook: Hook, /, *extra: Any, **named: Any) -> Handle:
         """Call `hook(grad, *extra, **named)` when the gradient of a tensor is known.
@@ -229,7 +231,7 @@ class HookSet:
                 f"a tensor of shape {tuple(tensor.shape)} takes no part in the backward pass: make "
                 "it with requires_grad=True, or capture it with grad=True outside no_grad"
             )
-        call = _with_extra(hook, ("grad",), extra, named)
+        call = _with_extra(hook, ("grad",), (extra, named))
         return self._add(tensor.register_hook(call))  # type: ignore[no-untyped-call]
 
     def accumulated(
@@ -249,7 +251,7 @@ class HookSet:
                 "(requires_grad_())"
             )
 
-        _check_call(hook, ("parameter",), extra, named)
+        _check_call(hook, ("parameter",), (extra, named))
 
         def call(changed: Tensor) -> None:
             hook(changed, *extra, **named)
@@ -273,24 +275,18 @@ class HookSet:
         """
         if event not in get_args(Event):
             raise LayerError(f"there is no hook event {event!r}; {nearest(event, get_args(Event))}")
-        call = _with_extra(hook, _ARGUMENTS[event], extra, named)
+        call = _with_extra(hook, _ARGUMENTS[event], (extra, named))
         before = torch_hooks.register_module_forward_pre_hook
         return [self._register(event, call, before, torch_hooks.register_module_forward_hook)]
 
     def _on_layers(
-        self,
-        event: Event,
-        layers: Layers,
-        hook: Hook,
-        extra: tuple[Any, ...],
-        named: dict[str, Any],
-        with_kwargs: bool = False,
+        self, event: Event, layers: Layers, hook: Hook, further: _Further, with_kwargs: bool = False
     ) -> list[Handle]:
         """Hook layers; compiled networks that contain them refuse to run from now on."""
         arguments = _ARGUMENTS[event]
         if with_kwargs:
             arguments = (*arguments[:2], "kwargs", *arguments[2:])
-        call = _with_extra(hook, arguments, extra, named)
+        call = _with_extra(hook, arguments, further)
         modules = list(select(self._model, layers).values())
         self._handles += refuse_compiled(self._model, modules)
         # A backward hook's gate stands around keyword inputs, too.
@@ -334,20 +330,18 @@ def _check_tensor(value: object) -> None:
         )
 
 
-def _check_call(
-    hook: Hook, arguments: Sequence[str], extra: tuple[Any, ...], named: dict[str, Any]
-) -> None:
+def _check_call(hook: Hook, arguments: Sequence[str], further: _Further) -> None:
     """Check that a hook can be called, which would otherwise fail in the middle of a pass.
 
     Args:
         hook: the function.
         arguments: names of the arguments that PyTorch gives it.
-        extra: further arguments.
-        named: further arguments by name.
+        further: further arguments.
 
     Raises:
         LayerError: it takes other arguments.
     """
+    extra, named = further
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):  # torch's own functions have none
@@ -361,9 +355,7 @@ def _check_call(
         raise LayerError(f"{name}({takes}) can't be called as {name}({given}): {error}") from None
 
 
-def _with_extra(
-    hook: Hook, arguments: Sequence[str], extra: tuple[Any, ...], named: dict[str, Any]
-) -> Hook:
+def _with_extra(hook: Hook, arguments: Sequence[str], further: _Further) -> Hook:
     """A function that gives a hook PyTorch's arguments, then its extra ones.
 
     It refuses changes in place of the tensors shown to the hook. Other layers may hold the same
@@ -374,7 +366,8 @@ def _with_extra(
     Raises:
         LayerError: the hook takes other arguments; or, once called, it has changed a tensor.
     """
-    _check_call(hook, arguments, extra, named)
+    _check_call(hook, arguments, further)
+    extra, named = further
 
     @wraps(hook)
     def call(*args: Any) -> Any:

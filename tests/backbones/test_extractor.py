@@ -69,36 +69,45 @@ def test_inside_a_stage_too_and_unasked_branches_stay() -> None:
 
 
 class Direct(nn.Module):
-    """Uses a parameter and a submodule's weight without calling a module."""
+    """Uses a parameter and a submodule's weight without calling a module, and a module twice.
+
+    Its head takes images of 96×96 only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
         self.hidden = nn.Conv2d(3, 4, 1)
+        self.act = nn.ReLU()
         self.wanted = nn.Conv2d(4, 5, 2, stride=2)
-        self.behind = nn.Conv2d(5, 6, 1)
+        self.head = nn.Linear(5 * 48**2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.scale[:, None, None]
-        x = torch.nn.functional.conv2d(x, self.hidden.weight)
-        return self.behind(self.wanted(x))
+        x = self.act(torch.nn.functional.conv2d(x, self.hidden.weight))
+        return self.head(self.act(self.wanted(x)).flatten(1))
 
 
-def test_parameters_used_without_a_module_call_stay() -> None:
+def test_parameters_used_without_a_module_call_stay_and_a_head_may_want_another_size() -> None:
     truncated = truncate(meta(Direct), ["wanted"])
     kept = "scale hidden.weight hidden.bias wanted.weight wanted.bias"
     assert set(truncated.network.state_dict()) == set(kept.split())
     assert (truncated.channels, truncated.strides) == ((5,), (2,))
 
 
-def test_a_layer_that_is_overwritten_in_place_is_captured_before() -> None:
-    """relu(inplace=True) runs over the batch norm's output."""
-    truncated = extractor("resnet18", ["layer1.0.bn1", "layer2"])
-    images = torch.rand(1, 3, 64, 64)
-    together = truncated(images)[0]
-    torch.testing.assert_close(together, extractor("resnet18", ["layer1.0.bn1"])(images)[0])
-    assert truncated.copies
-    assert (together < 0).any()
+@pytest.mark.parametrize(
+    ("name", "layers", "copies"),
+    [
+        ("resnet18", ["layer1.0.bn1", "layer2"], True),  # relu(inplace=True) runs over its output
+        ("resnet50", ["layer1.0", "layer1.1"], False),  # a residual block reads its input again
+    ],
+)
+def test_a_map_that_is_kept_is_not_overwritten(name: str, layers: list[str], copies: bool) -> None:
+    together, alone = extractor(name, layers), extractor(name, layers[:1])
+    images = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(together(images)[0], alone(images)[0])
+    assert together.copies == copies
+    assert (together(images)[0] < 0).any() == copies
 
 
 def test_layers_may_be_named_by_patterns() -> None:
@@ -106,28 +115,6 @@ def test_layers_may_be_named_by_patterns() -> None:
     assert some.layers == ("layer1", "layer2.0.conv2", "layer2.1.conv2")
     with pytest.raises(LayerError, match="matches 'stage\\*'"):
         truncate(build("resnet18"), ["stage*"])
-
-
-class Again(nn.Module):
-    """Calls an activation twice, and what follows takes images of 96×96 only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 4, 3, stride=4, padding=1)
-        self.act = nn.ReLU()
-        self.second = nn.Conv2d(4, 5, 3, stride=2, padding=1)
-        self.head = nn.Linear(5 * 12**2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(self.act(self.first(x)))
-        return self.head(self.act(x).flatten(1))
-
-
-def test_what_follows_the_last_layer_may_want_another_size() -> None:
-    network = meta(Again)
-    truncated = truncate(network, ["second"])
-    assert (truncated.channels, truncated.strides) == ((5,), (8,))
-    assert not [key for key in network.state_dict() if key.startswith("head")]
 
 
 def test_a_layer_that_runs_several_times_or_never_is_refused() -> None:
@@ -283,14 +270,6 @@ def test_only_what_nobody_else_reads_is_folded() -> None:
     assert isinstance(network.norm3, nn.BatchNorm2d)
 
 
-def test_a_map_that_is_kept_is_not_overwritten_by_the_next_block() -> None:
-    """A residual block reads its input once more at its end, and has to leave it as it was."""
-    hooked, _ = prepared("resnet50", ["layer1.0", "layer1.1"])
-    alone, _ = prepared("resnet50", ["layer1.0"])
-    images = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(hooked(images)[0], alone(images)[0])
-
-
 def test_what_onednn_would_pad_otherwise_is_left_alone() -> None:
     odd = (
         nn.Conv2d(3, 3, 3, padding="same"),
@@ -362,24 +341,14 @@ def test_what_is_no_grid_is_refused() -> None:
         truncate(build("vit_b_16"), ["encoder.layers.encoder_layer_0"])
 
 
-def images(count: int) -> list[NetworkInput]:
-    """Images of one size, each of other pixels."""
-    rng = np.random.default_rng(0)
-    view = Sizing(32, None, 32, 32).view((32, 32))
-    every = rng.random((count, 32, 32, 3), dtype=np.float32)
-    return [
-        NetworkInput(i, "", view, pixels, lambda _, kept=pixels: kept)
-        for i, pixels in enumerate(every)
-    ]
-
-
 def test_images_are_normalised_and_laid_out_for_the_network() -> None:
-    batch = images(3)
-    found = network_input(batch, NORMALISE, CPU)
-    pixels = np.stack([item.pixels for item in batch]).astype(np.float64)
-    normal = (pixels - NORMALISE.mean) / NORMALISE.std
-    torch.testing.assert_close(found, torch.from_numpy(normal.transpose(0, 3, 1, 2)).float())
-    assert found.is_contiguous(memory_format=torch.channels_last)
+    view = Sizing(32, None, 32, 32).view((32, 32))
+    pixels = np.random.default_rng(0).random((3, 32, 32, 3), dtype=np.float32)
+    batch = [NetworkInput(i, "", view, each, lambda _: pixels) for i, each in enumerate(pixels)]
+    images = network_input(batch, NORMALISE, CPU)
+    normal = (pixels.astype(np.float64) - NORMALISE.mean) / NORMALISE.std
+    torch.testing.assert_close(images, torch.from_numpy(normal.transpose(0, 3, 1, 2)).float())
+    assert images.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_rounding_is_measured_against_an_independent_rounding() -> None:
