@@ -18,7 +18,7 @@ from anomaly.calibration.thresholds import Thresholds
 from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets.samples import Dataset, Sample
-from anomaly.desk.calibrate import Asked, recalibrate
+from anomaly.desk.calibrate import Wishes, recalibrate
 from anomaly.desk.change import samples_of
 from anomaly.errors import ConfigError, DataError, ImageError, needs_training
 from anomaly.evaluation.evaluate import dataset_of, not_learned, tested_split
@@ -200,11 +200,11 @@ class Detector:
                 chance explains.
             ImageError: an array can't be used as an image.
         """
-        asked = Asked(reject_rate, review_rate, threshold, review_threshold)
-        asked.check(good=good_images is not None, production=False)
+        wishes = Wishes(reject_rate, review_rate, threshold, review_threshold)
+        wishes.check(good=good_images is not None, production=False)
         decoding = self.model.loading.decoding
         good = [] if good_images is None else samples_of(good_images, "good images", decoding)
-        return Detector(recalibrate(self.model, asked, good=good).agreed(force=force))
+        return Detector(recalibrate(self.model, wishes, good=good).agreed(force=force))
 
     def update(
         self,

@@ -16,7 +16,7 @@ from anomaly.config.load import FOLDERS, find_config, load_config
 from anomaly.datasets.inputs import open_test_images
 from anomaly.datasets.layouts import open_dataset
 from anomaly.datasets.samples import Sample
-from anomaly.desk.calibrate import Asked, recalibrate
+from anomaly.desk.calibrate import Wishes, recalibrate
 from anomaly.desk.change import samples_of
 from anomaly.errors import AnomalyError, DataError
 from anomaly.files.writing import RUN, claim, locked
@@ -42,27 +42,29 @@ def run_calibrate(options: argparse.Namespace) -> int:
         chance explains.
     """
     # Each wish has an option of its own name.
-    asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
-    asked.check(good=bool(options.good), production=bool(options.production))
+    wishes = Wishes(**{field.name: getattr(options, field.name) for field in fields(Wishes)})
+    wishes.check(good=bool(options.good), production=bool(options.production))
     images = {name: _images_of(options, name) for name in ("good", "defects")}
-    unsorted = bool(asked.at_most_defective)
+    unsorted = bool(wishes.at_most_defective)
     images["production"] = _images_of(options, "production", unsorted=unsorted)
     model = find_model(options.model, exported=False).resolve()
     with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
-        return _recalibrate(options, asked, images)
+        return _recalibrate(options, wishes, images)
 
 
-def _recalibrate(options: argparse.Namespace, asked: Asked, images: dict[str, list[Sample]]) -> int:
+def _recalibrate(
+    options: argparse.Namespace, wishes: Wishes, images: dict[str, list[Sample]]
+) -> int:
     """Show what other thresholds change, and save them; returns the exit code.
 
     Args:
         options: the command's options.
-        asked: the wishes for thresholds.
+        wishes: the wishes for thresholds.
         images: good images, defects and production images, by these options' names.
     """
     model = load_model(options.model)
     with ProgressLine() as progress:
-        made = recalibrate(model, asked, **images, progress=progress)
+        made = recalibrate(model, wishes, **images, progress=progress)
     print("\n".join(made.lines()))
     thresholds = made.after.thresholds
     if thresholds is None or thresholds == model.thresholds:

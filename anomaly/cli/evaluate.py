@@ -22,9 +22,9 @@ from anomaly.report.report import (
     Category,
     at_thresholds,
     evaluated,
-    flattered,
+    optimism_warning,
     table,
-    undefined,
+    undefined_figures,
     write_evaluation,
 )
 from anomaly.storage.folder import find_runs
@@ -156,9 +156,9 @@ def _report(categories: Sequence[Category], failed: int, output: Path) -> int:
             print(at_thresholds(category.name, category.verdicts))
     print(table(evaluations))
     for category in categories:
-        if note := flattered(category.evaluation):
+        if note := optimism_warning(category.evaluation):
             log.warning("%s: %s", category.name, note)
-    for line in undefined(evaluations):
+    for line in undefined_figures(evaluations):
         print(line)
     refused = [row.reason for e in evaluations for row in e.scored if row.score is None]
     for reason in first_of(refused):

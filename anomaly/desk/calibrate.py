@@ -26,11 +26,11 @@ from anomaly.desk.change import (
     DEFECTS,
     PRODUCTION,
     Change,
-    Price,
+    Verdicts,
     compare,
     known_parts,
     new_images,
-    price,
+    verdicts_of,
 )
 from anomaly.errors import DataError, counted, first_of, some
 from anomaly.runtime import StageProgress
@@ -46,7 +46,7 @@ _VERDICTS = {"rejected": "rejected", "caught": "caught, rejected or for review"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class Wishes:
     """Wishes for other thresholds; None leaves a value to the model.
 
     Attributes:
@@ -124,7 +124,7 @@ class Asked:
 
 def recalibrate(
     model: Model,
-    asked: Asked,
+    wishes: Wishes,
     *,
     good: Sequence[Sample] = (),
     production: Sequence[Sample] = (),
@@ -137,7 +137,7 @@ def recalibrate(
 
     Args:
         model: the trained model; it isn't changed.
-        asked: wishes, checked already.
+        wishes: wishes, checked already.
         good: good images to find thresholds with; without any, the model's own good scores.
         production: unsorted images to find thresholds with, instead of `good`.
         defects: images of defects, compared like known defects.
@@ -162,48 +162,48 @@ def recalibrate(
             raise DataError(f"none of {len(kept)} images can be used: {'; '.join(refused[:3])}")
         for reason in first_of(refused, f" of the {name}"):
             log.warning("skipped: %s", reason)
-    limits, taken = _limits(model, asked, scored, known[DEFECTS])
-    cost = price(model, replace(model, thresholds=limits), known, progress=progress)
+    limits, taken = _new_thresholds(model, wishes, scored, known[DEFECTS])
+    verdicts = verdicts_of(model, replace(model, thresholds=limits), known, progress=progress)
     if production:  # scored already; other thresholds change no score
         compared = compare(scored, scored, (model.thresholds, limits))
-        cost = Price({**cost.compared, PRODUCTION: compared})
+        verdicts = Verdicts({**verdicts.compared, PRODUCTION: compared})
     # The record by which a later calibration or evaluation knows these images again.
     images = {kind: {str(s.sample.path): s.sha256 for s in scored}} if scored else {}
     if taken:
         images["taken as defects"] = taken
     if defects:
         images["defects"] = {str(defect.path): defect.sha256 for defect in defects}
-    rates = cost.defects_found(limits, defects)
-    record = change(asked.values(), model.thresholds, limits, images, rates)
+    rates = verdicts.defects_found(limits, defects)
+    record = change(wishes.values(), model.thresholds, limits, images, rates)
     changes = (*model.changes, {**record, "model_before": model.model_id})
     after = replace(model, thresholds=limits, model_id="", folder=None, changes=changes)
     notes = list(_notes(rates or {}, [*taken]))
-    doubts = [cost.refusal, "" if asked.undo else _doubt(model.thresholds, limits)]
-    return Change(model, after, cost, notes, [doubt for doubt in doubts if doubt], refused)
+    doubts = [verdicts.refusal, "" if wishes.undo else _doubt_about(model.thresholds, limits)]
+    return Change(model, after, verdicts, notes, [doubt for doubt in doubts if doubt], refused)
 
 
-def _limits(
-    model: Model, asked: Asked, scored: Sequence[Scored], known: Iterable[Sample]
+def _new_thresholds(
+    model: Model, wishes: Wishes, scored: Sequence[Scored], known: Iterable[Sample]
 ) -> tuple[Thresholds, dict[str, str]]:
-    """The thresholds that are asked for, and sha256 by name of images taken as defects.
+    """The thresholds that are wished for, and sha256 by name of images taken as defects.
 
     Args:
         model: the trained model.
-        asked: wishes, checked already.
+        wishes: wishes, checked already.
         scored: good or production images; without any, the model's own good scores count.
         known: known defects.
     """
-    if asked.undo:
+    if wishes.undo:
         return earlier_thresholds(model), {}
-    rates = model.rates(asked.review_rate, asked.false_reject_rate)
-    if share := asked.at_most_defective:
+    rates = model.rates(wishes.review_rate, wishes.false_reject_rate)
+    if share := wishes.at_most_defective:
         learned = _known_scores(model, known)
         return thresholds_from_production(learned, _good_scores(scored), share, *rates)
     scores = _good_scores(scored) if scored else _known_scores(model, known)
-    if asked.threshold is None:  # by rates
+    if wishes.threshold is None:  # by rates
         return thresholds_from(scores, *rates), {}
-    review = asked.threshold if asked.review_threshold is None else asked.review_threshold
-    return thresholds_by_hand(scores, review, asked.threshold), {}
+    review = wishes.threshold if wishes.review_threshold is None else wishes.review_threshold
+    return thresholds_by_hand(scores, review, wishes.threshold), {}
 
 
 def _notes(rates: dict[str, Any], taken: Sequence[str]) -> Iterator[str]:
@@ -222,7 +222,7 @@ def _notes(rates: dict[str, Any], taken: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _doubt(before: Thresholds | None, new: Thresholds) -> str:
+def _doubt_about(before: Thresholds | None, new: Thresholds) -> str:
     """A reason for a person to agree to new thresholds first; empty without one.
 
     Warnings in the log name thresholds that are odd but no reason to ask.

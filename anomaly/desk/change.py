@@ -38,7 +38,7 @@ class Change:
     Attributes:
         before: the present model.
         after: the new version.
-        price: verdicts of known parts by both models.
+        verdicts: verdicts of known parts by both models.
         notes: the steps taken, a line each, for people.
         doubts: reasons for a person to agree first.
         refused: reasons of unusable images.
@@ -46,7 +46,7 @@ class Change:
 
     before: Model
     after: Model
-    price: Price
+    verdicts: Verdicts
     notes: Sequence[str] = ()
     doubts: Sequence[str] = ()
     refused: Sequence[str] = ()
@@ -56,7 +56,7 @@ class Change:
         old, new = self.before.thresholds, self.after.thresholds
         lines = [*self.notes, *(new.lines() if new else ())]
         lines += ThresholdChange(old, new).lines() if old and new else ()
-        return [*lines, *self.price.lines()]
+        return [*lines, *self.verdicts.lines()]
 
     def agreed(self, *, force: bool) -> Model:
         """The new version, for a program; the log says what changes.
@@ -104,7 +104,7 @@ def is_flagged(verdict: str) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Price:
+class Verdicts:
     """Verdicts of known parts before and after a change.
 
     Attributes:
@@ -181,13 +181,13 @@ class Price:
             )
 
 
-def price(
+def verdicts_of(
     before: Model,
     after: Model,
     known: Mapping[str, Sequence[Sample]],
     *,
     progress: StageProgress = lambda stage, done, total: None,
-) -> Price:
+) -> Verdicts:
     """Score known parts with both models, or once where only thresholds differ.
 
     Args:
@@ -205,7 +205,7 @@ def price(
         if after.scorer is not before.scorer:  # else scores are equal, only thresholds differ
             new = score(after, samples, progress=partial(progress, kind))
         compared[kind] = compare(old, new, (before.thresholds, after.thresholds))
-    return Price(compared)
+    return Verdicts(compared)
 
 
 def compare(
@@ -227,7 +227,7 @@ def compare(
     ]
 
 
-def replacing(
+def replacement(
     before: Model, after: Model, progress: StageProgress = lambda stage, done, total: None
 ) -> Change:
     """A model from elsewhere, compared with the model that it is to replace.
@@ -237,9 +237,9 @@ def replacing(
         after: the new version.
         progress: called with (stage, done, total).
     """
-    cost = price(before, after, known_parts([before, after]), progress=progress)
-    doubts = [cost.refusal, cost.unlike or _unlike_training(before, after)]
-    return Change(before, after, cost, doubts=[doubt for doubt in doubts if doubt])
+    verdicts = verdicts_of(before, after, known_parts([before, after]), progress=progress)
+    doubts = [verdicts.refusal, verdicts.unlike or _unlike_training(before, after)]
+    return Change(before, after, verdicts, doubts=[doubt for doubt in doubts if doubt])
 
 
 def _unlike_training(before: Model, after: Model) -> str:

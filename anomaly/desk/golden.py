@@ -130,15 +130,15 @@ def moved_since(recorded: Answers, current: Answers, tolerance: float) -> dict[s
         if name not in current:
             moved[name] = "recorded, but missing today"
         elif is_missed(name):
-            moved[name] = _escaped(recorded.get(name), current[name])
+            moved[name] = _defect_moved(recorded.get(name), current[name])
         elif name not in recorded:
             moved[name] = "new; record again with --overwrite"
         else:
-            moved[name] = _change(recorded[name], current[name], tolerance)
+            moved[name] = _part_moved(recorded[name], current[name], tolerance)
     return {name: change for name, change in moved.items() if change}
 
 
-def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> str:
+def _part_moved(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> str:
     """The change of a part's verdict or score, in words; empty without one."""
     old, new = before["image_score"], now["image_score"]
     score = "" if old is None or new is None else f" ({old:.4g} -> {new:.4g})"
@@ -151,7 +151,7 @@ def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> st
     return ""
 
 
-def _escaped(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
+def _defect_moved(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
     """The fault of a missed defect's verdict: it was caught and passes; empty without one."""
     if now["image_score"] is None:
         return f"can't be scored: {now['verdict']}"
@@ -206,7 +206,7 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
                 return part
         stem = short_name(f"{Path(name).stem}-{sha256[:8]}")
         place = golden / MISSED / f"{stem}.{suffix_of(file)}"
-        _add(place, file, model_id(folder))
+        _write_missed(place, file, model_id(folder))
         return place
 
 
@@ -223,10 +223,10 @@ def carry_missed(source: Path, target: Path, model: str) -> None:
     """
     for part in missed_parts(source):
         if not (target / MISSED / part.name).exists():
-            _add(target / MISSED / part.name, part.read_bytes(), model)
+            _write_missed(target / MISSED / part.name, part.read_bytes(), model)
 
 
-def _add(place: Path, file: bytes, model: str) -> None:
+def _write_missed(place: Path, file: bytes, model: str) -> None:
     """Write a missed defect; a folder without a record gets an empty one."""
     golden = place.parents[1]
     if not (golden / GOLDEN).is_file():

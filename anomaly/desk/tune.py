@@ -94,7 +94,7 @@ _STEPS = tuple(
 )
 
 
-def changed(config: Config, changes: Iterable[Change]) -> Config:
+def with_changes(config: Config, changes: Iterable[Change]) -> Config:
     """A config with some values changed.
 
     Raises:
@@ -116,7 +116,7 @@ def changed(config: Config, changes: Iterable[Change]) -> Config:
     return new.model_copy(update={"model": model})
 
 
-def steps(config: Config, networks: Sequence[str]) -> list[Change]:
+def possible_changes(config: Config, networks: Sequence[str]) -> list[Change]:
     """Changes of the settings, one of each axis at a time.
 
     Args:
@@ -164,7 +164,7 @@ def _sizes(config: Config) -> list[Change]:
     ]
 
 
-def work(config: Config) -> tuple[float, float, float]:
+def times(config: Config) -> tuple[float, float, float]:
     """Relative computing times of a config, against one with the same network.
 
     Returns:
@@ -175,7 +175,7 @@ def work(config: Config) -> tuple[float, float, float]:
     return pixels, pixels * copies, pixels * copies * _bank(config)
 
 
-def expense(config: Config, base: Config) -> float:
+def cost(config: Config, base: Config) -> float:
     """Relative cost of a config in use (1 for `base`); reproducible, unlike a time."""
     network = 2.0 if config.backbone != base.backbone else 1.0
     image = network * _pixels(config) / _pixels(base)
@@ -233,7 +233,7 @@ class Scores:
         return float(np.partition(good, len(good) - above)[len(good) - above])
 
 
-def worth(scores: Scores, rate: float) -> Floats:
+def worths(scores: Scores, rate: float) -> Floats:
     """The worth (m,) of each defect, from 0 to 1, as the module's text defines it."""
     return _counted(_good_above(scores) / len(scores.reference), rate)
 
@@ -372,7 +372,7 @@ def _gains(settings: Sequence[Scores], rate: float, part_of: Numbers, least: int
         part_of: number of each image's part.
         least: number of parts, if it is more than these images show.
     """
-    shares = [np.append(worth(scores, rate), _influence(scores, rate)) for scores in settings]
+    shares = [np.append(worths(scores, rate), _influence(scores, rate)) for scores in settings]
     return np.stack([np.bincount(part_of, share - shares[0], least) for share in shares])
 
 
@@ -438,7 +438,7 @@ class Trial:
     @property
     def name(self) -> str:
         """Changes of the settings, for people."""
-        return _named(self.changes)
+        return _name_of(self.changes)
 
 
 @dataclass(eq=False)
@@ -481,14 +481,14 @@ class Search:
         log.info(f"trying settings for {_minutes(self.budget)} at most, yours first")
         self.tried = [self.trial(())]
         log.info(f"trying your settings took {sum(self.tried[0].seconds.values()):.0f} s")
-        planned = steps(self.config, networks_on_disk())
+        planned = possible_changes(self.config, networks_on_disk())
         for step in sorted(planned, key=lambda step: self._estimate((step,))):
             self._try_if_it_fits((step,))
         self._try_together([step for step in planned if step.axis == SCORE])
 
     def trial(self, changes: tuple[Change, ...]) -> Trial:
         """Train with changed settings, and score all images by the model."""
-        config = changed(self.config, changes)
+        config = with_changes(self.config, changes)
         if self.tried and config.backbone == self.config.backbone:
             config = config.model_copy(update={"precision": self.tried[0].config.precision})
         training = train(
@@ -505,7 +505,7 @@ class Search:
         split = len(self.defects)
         values = [
             # A copy of a training image scores too low.
-            math.nan if image.sha256 in learned and i >= split else _value(image)
+            math.nan if image.sha256 in learned and i >= split else _comparable(image)
             for i, image in enumerate(known)
         ]
         held_out = [of_good.get(sample.name, math.nan) for sample in self.train]
@@ -526,18 +526,18 @@ class Search:
 
     def _try_together(self, scores: Sequence[Change]) -> None:
         """Try the best change of each axis that has helped together, then other image scores."""
-        worths = self._worths()
+        totals = self._worths()
         best: dict[str, Change] = {}
-        for i in sorted(range(1, len(self.tried)), key=worths.__getitem__, reverse=True):
+        for i in sorted(range(1, len(self.tried)), key=totals.__getitem__, reverse=True):
             (step,) = self.tried[i].changes
-            if worths[i] > worths[0] and step.axis != SCORE:
+            if totals[i] > totals[0] and step.axis != SCORE:
                 best.setdefault(step.axis, step)
         helpful = list(best.values())  # the most helpful change first
         for count in range(len(helpful), 1, -1):  # all together, or as many as the budget allows
             if self._try_if_it_fits(tuple(helpful[:count])):
                 break
-        worths = self._worths()
-        changes = self.tried[int(np.argmax(worths))].changes
+        totals = self._worths()
+        changes = self.tried[int(np.argmax(totals))].changes
         if changes and changes[0].axis != SCORE:
             for step in scores:
                 self._try_if_it_fits((*changes, step))
@@ -545,7 +545,7 @@ class Search:
     def _worths(self) -> list[float]:
         """Total worth of the defects by trial, on the images that all trials have scored."""
         rate, common = self.config.calibration.review_rate, self.usable()
-        return [float(worth(trial.scores.only(common), rate).sum()) for trial in self.tried]
+        return [float(worths(trial.scores.only(common), rate).sum()) for trial in self.tried]
 
     def _try_if_it_fits(self, changes: tuple[Change, ...]) -> bool:
         """Try changes together; False, with the reason noted, if the budget is too small."""
@@ -553,19 +553,19 @@ class Search:
         left = self.budget - (time.monotonic() - self._began)
         if expected > left:
             reason = f"needs about {_minutes(expected)}, {_minutes(left)} left (--budget)"
-            self.skipped[_named(changes)] = reason
+            self.skipped[_name_of(changes)] = reason
             return False
-        log.info(f"next: {_named(changes)}, {changes[-1].reason} (about {_minutes(expected)})")
+        log.info(f"next: {_name_of(changes)}, {changes[-1].reason} (about {_minutes(expected)})")
         try:
             self.tried.append(self.trial(changes))
         except AnomalyError as error:
-            self.skipped[_named(changes)] = str(error)
+            self.skipped[_name_of(changes)] = str(error)
         return True
 
     def _estimate(self, changes: tuple[Change, ...]) -> float:
         """Expected seconds of a trial, from the stages of the first one."""
-        seconds, new = self.tried[0].seconds, changed(self.config, changes)
-        known, features, rest = (y / x for x, y in zip(work(self.config), work(new), strict=True))
+        seconds, new = self.tried[0].seconds, with_changes(self.config, changes)
+        known, features, rest = (y / x for x, y in zip(times(self.config), times(new), strict=True))
         network = known * seconds["scoring"] + features * seconds["features"]
         if any(change.axis == NETWORK for change in changes):
             network *= _NETWORK_TIME
@@ -573,12 +573,12 @@ class Search:
         return seconds["backbone"] + network + learning
 
 
-def _named(changes: Sequence[Change]) -> str:
+def _name_of(changes: Sequence[Change]) -> str:
     """Changes of settings, for people."""
     return ", ".join(map(str, changes)) or "your settings"
 
 
-def _value(image: Scored) -> float:
+def _comparable(image: Scored) -> float:
     """A score to compare: NaN without one, infinite with a reason for review."""
     if image.score is None:
         return math.nan
@@ -617,7 +617,7 @@ class Tuning:
             "name": f"{self.base.name}_tuned",
             "chosen_by": tuple(sorted(sha256[:NAMED_DIGITS] for sha256 in hashes)),
         }
-        return changed(self.base, self.chosen.changes).model_copy(update=named)
+        return with_changes(self.base, self.chosen.changes).model_copy(update=named)
 
     @property
     def reason(self) -> str:
@@ -756,9 +756,7 @@ def tune(
         if used
     ]
     # Among equals, fewer changed values are cheaper.
-    costs = [
-        expense(t.config, config) + 1e-3 * sum(len(c.values) for c in t.changes) for t in tried
-    ]
+    costs = [cost(t.config, config) + 1e-3 * sum(len(c.values) for c in t.changes) for t in tried]
     scores, rate = [trial.scores for trial in tried], config.calibration.review_rate
     judgement = judge(scores, costs, rate, config.seed, groups)
     return Tuning(config, tuple(tried), search.skipped, judgement)

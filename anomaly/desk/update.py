@@ -21,7 +21,7 @@ from anomaly.calibration.thresholds import (
     thresholds_from,
 )
 from anomaly.datasets.samples import Sample
-from anomaly.desk.change import DEFECTS, Change, known_parts, new_images, price
+from anomaly.desk.change import DEFECTS, Change, known_parts, new_images, verdicts_of
 from anomaly.desk.golden import golden_of, score_golden, write_record
 from anomaly.errors import DataError, ModelError, counted, first_of
 from anomaly.files.writing import RUN, as_json, claim, clear, write
@@ -79,7 +79,7 @@ def update(
     refused = list(learned.refused.values())
     for reason in first_of(refused):
         log.warning("skipped: %s", reason)
-    cost = price(model, learned.model, {**known, "past parts": past}, progress=progress)
+    verdicts = verdicts_of(model, learned.model, {**known, "past parts": past}, progress=progress)
     before, after = model.thresholds, learned.model.thresholds
     assert before is not None  # `learn` requires thresholds
     assert after is not None
@@ -88,7 +88,7 @@ def update(
         before,
         after,
         {"learned": learned.hashes},
-        cost.defects_found(after, known[DEFECTS]),
+        verdicts.defects_found(after, known[DEFECTS]),
     )
     if caution := ThresholdChange(before, after).caution:
         log.warning(caution)
@@ -107,7 +107,9 @@ def update(
     ]
     changes = (*model.changes, record | {"model_before": model.model_id})
     new = replace(learned.model, changes=changes)
-    return Change(model, new, cost, notes, [cost.refusal] if cost.refusal else [], refused)
+    return Change(
+        model, new, verdicts, notes, [verdicts.refusal] if verdicts.refusal else [], refused
+    )
 
 
 def _verdicts(verdicts: Iterable[str]) -> str:

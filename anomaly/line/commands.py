@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from anomaly.cli.terminal import NOTE, ProgressLine, Stopping, agreed
-from anomaly.desk.change import replacing
+from anomaly.desk.change import replacement
 from anomaly.desk.golden import carry_missed
 from anomaly.errors import AnomalyError, OutputError, visible, why
 from anomaly.files.writing import draft_of, locked, locked_file
@@ -165,7 +165,7 @@ def _doubts(model: Model, line: Path) -> list[str]:
     except AnomalyError as error:
         return [f"nothing can be compared with the line's model: {error}"]
     with ProgressLine() as progress:
-        change = replacing(before, model, progress)
+        change = replacement(before, model, progress)
     print("\n".join(change.lines()))
     name = training_record(line).get("name", model.name)
     if name != model.name:

@@ -197,7 +197,7 @@ def region_page(path: Path, decoding: Decoding) -> str:
     # In a decoding process, whose memory and time are limited.
     small = thumbnail(display(read_one(read_image, path, decoding, about=path)), _PIXELS)
     width, height = small.source
-    photo = f"data:image/jpeg;base64,{pictured(small)['photo']}"
+    photo = f"data:image/jpeg;base64,{picture_data(small)['photo']}"
     data = {"name": path.name, "width": width, "height": height, "photo": photo}
     return page(
         f"Where to look: {path.name}",
@@ -208,7 +208,7 @@ def region_page(path: Path, decoding: Decoding) -> str:
     )
 
 
-def pictured(small: Thumbnail | None) -> dict[str, Any]:
+def picture_data(small: Thumbnail | None) -> dict[str, Any]:
     """A small picture as plain values for the page's scripts, empty for None."""
     if small is None:
         return {"size": None, "source": None, "photo": ""}
@@ -479,7 +479,7 @@ def _image(row: Row, output: Path, thumbnails: Thumbnails) -> dict[str, Any]:
         "score": row.image_score,
         "sha256": row.image_sha256,
         "odd": row.reason,
-        **pictured(small),
+        **picture_data(small),
         # A file's name may hold bytes that aren't UTF-8; a quoted link keeps them.
         "link": row.heatmap and quote(row.heatmap, errors="surrogateescape"),
         "partly": False,

@@ -31,7 +31,7 @@ from anomaly.report.page import (
     About,
     asset,
     model_page,
-    pictured,
+    picture_data,
     promise_shown,
     shown_time,
     utc_now,
@@ -94,7 +94,7 @@ class Category:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Image and pixel figures by name; None where one is undefined (see `undefined`)."""
+        """Image and pixel figures by name; None where one is undefined."""
         return dict(self.evaluation.metrics.values)
 
     @property
@@ -251,7 +251,7 @@ def tile(prediction: Prediction, mask: Mask | None, pixels: int) -> dict[str, An
     small = thumbnail(display(prediction.image), pixels)
     marked = predicted_mask(replace(prediction.source_map, values=anomaly_map), threshold) > 0
     return {
-        **pictured(small),
+        **picture_data(small),
         "heat": base64.b64encode(_heat(anomaly_map, threshold)).decode(),
         "truth": "" if mask is None else _outline(mask, small.size),
         "marked": _outline(marked, small.size),
@@ -333,7 +333,7 @@ def report_html(category: Category) -> str:
         "glossary": glossary(),
     }
     title = f"{category.name} – inspection report"
-    notes = list(filter(None, [flattered(evaluation)]))
+    notes = list(filter(None, [optimism_warning(evaluation)]))
     return model_page(category.name, model, title, numbers, _facts(category), data, notes)
 
 
@@ -385,7 +385,7 @@ def _facts(category: Category) -> dict[str, dict[str, Any]]:
     return {"Settings": settings, "Training": trained, "Evaluation": measured}
 
 
-def flattered(evaluation: Evaluation) -> str:
+def optimism_warning(evaluation: Evaluation) -> str:
     """A warning that test images were used to choose settings or thresholds; empty if none were."""
     limits, images = evaluation.thresholds, len(evaluation.scored)
     notes = []
@@ -506,7 +506,7 @@ def at_thresholds(name: str, counts: Confusion) -> str:
     return f"{name} at its thresholds: {'; '.join(clauses)}"
 
 
-def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
+def undefined_figures(evaluations: Sequence[Evaluation]) -> list[str]:
     """Reasons for missing figures, one line for each reason of each category."""
     lines = []
     for e in evaluations:

@@ -22,9 +22,18 @@ from anomaly.config.schema import Config
 from anomaly.datasets.samples import Sample
 from anomaly.desk import tune
 from anomaly.desk.advice import LEAST_DEFECTS
-from anomaly.desk.tune import Scores, Search, changed, expense, judge, steps, work, worth
+from anomaly.desk.tune import (
+    Scores,
+    Search,
+    cost,
+    judge,
+    possible_changes,
+    times,
+    with_changes,
+    worths,
+)
 from anomaly.evaluation.evaluate import score_test_split
-from anomaly.report.report import flattered
+from anomaly.report.report import optimism_warning
 from anomaly.storage.models import load_model
 
 
@@ -114,7 +123,7 @@ def test_what_does_not_fit_is_left_out_and_too_few_defects_are_refused(
     config = model.config.model_copy(update={"chosen_by": tuned.chosen_by})
     test = anomaly.open_dataset("mvtec", product).test
     figures = score_test_split(replace(model, config=config), test)
-    assert "3 of 6 test images were used to choose the settings" in flattered(figures)
+    assert "3 of 6 test images were used to choose the settings" in optimism_warning(figures)
 
 
 def test_a_budget_is_a_time(command: Command) -> None:
@@ -159,7 +168,7 @@ def config(**values: Any) -> Config:
 
 
 def axes(given: Config) -> set[str]:
-    return {step.axis for step in steps(given, ["resnet50"])}
+    return {step.axis for step in possible_changes(given, ["resnet50"])}
 
 
 def test_what_is_tried_depends_on_what_is_there() -> None:
@@ -183,19 +192,19 @@ def test_every_candidate_is_a_valid_config_that_differs() -> None:
         {"image": {"resize": 256, "crop": 224}},
     ):
         base = config(**values)
-        for change in steps(base, ["resnet50"]):
-            assert changed(base, [change]) != base
+        for change in possible_changes(base, ["resnet50"]):
+            assert with_changes(base, [change]) != base
             assert change.reason
 
 
 def test_turned_copies_keep_the_bank_as_large_as_it_was() -> None:
     base = config(model={"coreset_ratio": 0.04})
-    turned = [step for step in steps(base, []) if step.axis == "turns"]
+    turned = [step for step in possible_changes(base, []) if step.axis == "turns"]
     for step, copies in zip(turned, (4, 8), strict=True):
-        settled = changed(base, [step])
+        settled = with_changes(base, [step])
         assert settled.model.coreset_ratio == pytest.approx(0.04 / copies, rel=1e-2)
-        assert expense(settled, base) == pytest.approx(1.0, rel=1e-2)
-        assert work(settled)[1] == copies * work(base)[1]
+        assert cost(settled, base) == pytest.approx(1.0, rel=1e-2)
+        assert times(settled)[1] == copies * times(base)[1]
 
 
 RATE = 0.05
@@ -216,7 +225,7 @@ def drawn(
 
 def test_a_defect_above_all_good_ones_counts_one_and_one_among_them_nothing() -> None:
     good = np.arange(100.0)
-    values = worth(Scores(good, np.array([200.0, 94.5, 50.0]), np.array([])), RATE)
+    values = worths(Scores(good, np.array([200.0, 94.5, 50.0]), np.array([])), RATE)
     assert values == pytest.approx([1.0, 0.5, 0.0])
 
 
@@ -225,7 +234,7 @@ def test_good_images_of_another_lot_raise_the_threshold() -> None:
     without = Scores(held_out, defects, np.array([]))
     with_others = Scores(held_out, defects, np.full(20, 200.0))
     assert (without.limit(RATE), with_others.limit(RATE)) == (95.0, 200.0)
-    assert (worth(without, RATE)[0], worth(with_others, RATE)[0]) == (1.0, 0.0)
+    assert (worths(without, RATE)[0], worths(with_others, RATE)[0]) == (1.0, 0.0)
 
 
 def test_the_threshold_is_that_of_training() -> None:

@@ -15,7 +15,7 @@ from moving_parts import SIZE, draw
 import anomaly
 from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand
 from anomaly.datasets.samples import Sample
-from anomaly.desk.change import price
+from anomaly.desk.change import verdicts_of
 from anomaly.scoring.build import region_of
 from anomaly.scoring.model import Model, Scored, verdict
 
@@ -80,7 +80,7 @@ def test_what_is_not_inspected_is_not_good(model: Model, tmp_path: Path) -> None
     assert "pose can't be found" in found["none"].reason
     # One way to score: what the price of a change compares are these verdicts.
     samples = [Sample(file, name) for name, file in files.items()]
-    compared = price(model, model, {"parts": samples}).compared["parts"]
+    compared = verdicts_of(model, model, {"parts": samples}).compared["parts"]
     assert {one.sample.name: one.after for one in compared} == {
         n: p.verdict for n, p in found.items()
     }
