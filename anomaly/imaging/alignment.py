@@ -341,16 +341,14 @@ class Reference:
                 f"{correlation:.2f}, but at least {self.least:.2f} is needed (another product, or "
                 "a part covered or out of view?)"
             )
-        low, high = np.array(self.lowest), np.array(self.highest)
-        beyond = (np.array(share) < low) | (np.array(share) > high)
-        if not beyond.any():
-            return ""
-        axis = int(np.argmax(beyond))
-        name, unit, scale = _AXES[axis]
-        return (
-            f"the part is {name.format(f'{scale * share[axis]:+.3g}{unit}')}; the training images "
-            f"allow {scale * low[axis]:+.3g}{unit} to {scale * high[axis]:+.3g}{unit}"
-        )
+        bounds = zip(_AXES, share, self.lowest, self.highest, strict=True)
+        for (phrase, unit, scale), value, low, high in bounds:
+            if not low <= value <= high:
+                return (
+                    f"the part is {phrase.format(f'{scale * value:+.3g}{unit}')}; the training "
+                    f"images allow {scale * low:+.3g}{unit} to {scale * high:+.3g}{unit}"
+                )
+        return ""
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         """Arrays to save, by name."""

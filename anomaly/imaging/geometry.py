@@ -429,9 +429,8 @@ def counted(region: Region | None, layout: View, grid: tuple[int, int]) -> Mask:
         middles = pose.in_image(np.stack(np.meshgrid(columns, rows), axis=2))
         mask = mask & ((middles >= 0) & (middles < pose.size[::-1])).all(axis=2)
         if not mask.any():
-            raise DataError(
-                pose.reason or "all of the region to look at lies outside the photograph"
-            )
+            outside = "all of the region to look at lies outside the photograph"
+            raise DataError(pose.reason or outside)
     return mask
 
 

@@ -119,7 +119,12 @@ class Decoders:
             raise
 
     def load(self, source: Path | Image, index: int = 0) -> NetworkInput | UnusableImage:
-        """Load one image."""
+        """Load one image, and wait for it.
+
+        Args:
+            source: the file, or its pixels.
+            index: number of the image, for its network input.
+        """
         return self.submit(index, source).result()
 
     def submit(
@@ -247,7 +252,7 @@ def _idlest() -> _DecoderProcess:
 
 
 def _called(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Result of a function that a decoding process calls."""
+    """Result of a function called by the idlest process."""
     process = _idlest()
     return process.submit(process.ask, None, "call", function, *arguments)
 

@@ -460,26 +460,15 @@ def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[Mar
     count, labelled, boxes, _ = cv2.connectedComponentsWithStats(mask[top:bottom], connectivity=8)
     labels = np.asarray(labelled, np.int32)
     peaks, places = _peaks(labels, top, anomaly_map, count)
-    grid = anomaly_map.scores.shape
-    patch_height, patch_width = (round(side, 2) for side in patch_size(anomaly_map.view, grid))
-    regions = [
-        MarkedRegion(
-            x,
-            top + y,
-            width,
-            height,
-            area,
-            float(peak),
-            int(column),
-            int(row),
-            patch_width,
-            patch_height,
-            *_sides(labels[y : y + height, x : x + width] == label),
-        )
-        for label, ((x, y, width, height, area), peak, (row, column)) in enumerate(
-            zip(boxes.tolist()[1:], peaks[1:], places[1:], strict=True), 1
-        )
-    ]
+    patch_height, patch_width = patch_size(anomaly_map.view, anomaly_map.scores.shape)
+    uncertainties = round(patch_width, 2), round(patch_height, 2)
+    regions = []
+    _background, *facts = zip(boxes.tolist(), peaks.tolist(), places.tolist(), strict=True)
+    for label, (statistics, peak, (row, column)) in enumerate(facts, 1):
+        x, y, width, height, area = statistics
+        sides = _sides(labels[y : y + height, x : x + width] == label)
+        box = x, top + y, width, height
+        regions.append(MarkedRegion(*box, area, peak, column, row, *uncertainties, *sides))
     return tuple(sorted(regions, key=lambda r: (-r.peak_score, r.y, r.x)))
 
 
