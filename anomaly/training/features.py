@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -128,12 +128,12 @@ def cached_features(
             return batch
         with torch.inference_mode():
             maps = embedder.maps(batch)
-            names = [Tile(item.index, *item.tile, item.turn) for item in batch]
+            tiles = [Tile(item.index, *item.tile, item.turn) for item in batch]
             layouts = {item.index: item.layout for item in batch}
-            patches = _patch_batch(embedder.align(maps), names, layouts, setup.region)
+            patches = _patch_batch(embedder.align(maps), tiles, layouts, setup.region)
             statistics = statistics_of(batch, patches.embeddings, patches.inside)
         kept = [patches.embeddings] if fitter.compact else maps
-        return _Embedded(batch, tuple(names), kept, patches, statistics)
+        return _Embedded(batch, tuple(tiles), kept, patches, statistics)
 
     size = embedder.max_batch_size(setup.config.batch_size)
     loaded = Decoders(setup.loading, looks=True).load_all(images.items())
@@ -168,7 +168,7 @@ class ImageFacts:
     """Facts about a training image, besides its features.
 
     Attributes:
-        sha256: hash of the image file.
+        sha256: SHA-256 of the image file.
         view: the geometry from the photograph to the network's input.
         look: hash, thumbnail and brightest value of the pixels; copies are found by the first two.
         patches: number of patches, turned copies included.
@@ -248,7 +248,7 @@ class CachedFeatures(PatchSet):
 
     @property
     def hashes(self) -> dict[int, str]:
-        """sha256 of each file used, by image number."""
+        """SHA-256 of each usable image file, by image number."""
         return {i: facts.sha256 for i, facts in self.facts.items()}
 
     @property
@@ -262,7 +262,7 @@ class CachedFeatures(PatchSet):
         return sum(facts.patches for i, facts in self.facts.items() if i in self.images)
 
     def pictures(self) -> dict[int, str]:
-        """Hashes of the pictures, by image number."""
+        """Hashes of the images' pixels, by image number; copies have equal ones."""
         return {i: facts.look.picture for i, facts in self.facts.items()}
 
     def only(self, images: Container[int]) -> CachedFeatures:
@@ -278,23 +278,20 @@ class CachedFeatures(PatchSet):
         views = self.views
         with torch.inference_mode():
             for file in self.files:
-                for names, kept in file.read(self.images):
-                    rows = [row for row, name in enumerate(names) if name.image in self.images]
-                    selected = kept if len(rows) == len(names) else [t[rows] for t in kept]
+                for tiles, kept in file.read(self.images):
+                    rows = [row for row, tile in enumerate(tiles) if tile.image in self.images]
+                    selected = kept if len(rows) == len(tiles) else [t[rows] for t in kept]
                     embeddings = selected[0] if self.align is None else self.align(selected)
-                    read = [names[row] for row in rows]
-                    yield _patch_batch(embeddings, read, views, self.region)
+                    yield _patch_batch(embeddings, [tiles[row] for row in rows], views, self.region)
 
     def projected(self, matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Image number and projected patches (n, d) float32, image by image."""
         with torch.inference_mode():
             if not self.points:
-                for part in self._parts():  # in the order that `each` has
-                    yield from PatchSet.projected(part, matrix)
-                return
-            for kept in self.points:
-                for (piece,), (points,) in kept.read(self.images, ascending=True):
-                    yield piece.image, points
+                yield from super().projected(matrix)
+            for file in self.points:
+                for (tile,), (points,) in file.read(self.images, ascending=True):
+                    yield tile.image, points
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
         """Results of a function applied to the patches, several images at a time."""
@@ -398,21 +395,17 @@ class TensorFile:
 
     def __init__(self, folder: Path, *, shared: bool = False) -> None:
         self._folder = folder
-        self._path: Path | None = None
-        self._file: IO[bytes]
-        if shared:
-            descriptor, name = tempfile.mkstemp(dir=folder)
-            self._path, self._file = Path(name), os.fdopen(descriptor, "wb")
-        else:
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
+        make: Any = partial(NamedTemporaryFile, delete=False) if shared else TemporaryFile
+        self._file: IO[bytes] = make(dir=folder)
+        self._path = Path(self._file.name) if shared else None
         self._written: list[tuple[Sequence[Tile], list[_InFile]]] = []
 
-    def write(self, names: Sequence[Tile], tensors: Sequence[Tensor]) -> None:
+    def write(self, tiles: Sequence[Tile], tensors: Sequence[Tensor]) -> None:
         """Append one batch.
 
         Args:
-            names: the batch's B images or tiles.
-            tensors: tensors (B, …), in the order of the names.
+            tiles: the batch's B images or tiles.
+            tensors: tensors (B, …), in the order of the tiles.
 
         Raises:
             OutputError: no room.
@@ -421,17 +414,16 @@ class TensorFile:
         try:
             for t in tensors:
                 dense = t.cpu().clone()  # without gaps, its axes in memory in the same order
-                places.append(
-                    _InFile(self._file.tell(), t.shape, dense.stride(), t.dtype, t.device)
-                )
+                offset = self._file.tell()
+                places.append(_InFile(offset, t.shape, dense.stride(), t.dtype, t.device))
                 # The bytes as they lie in memory; `flatten` would bring channels_last into order.
                 flat = dense.as_strided((dense.numel(),), (1,))
                 self._file.write(flat.view(torch.uint8).numpy().data)
             self._file.flush()
         except OSError as error:
-            what = "no room for temporary feature maps in {}"
-            raise unwritable(self._folder, error, what) from None
-        self._written.append((names, places))
+            problem = "no room for temporary feature maps in {}"
+            raise unwritable(self._folder, error, problem) from None
+        self._written.append((tiles, places))
 
     def read(
         self, images: Container[int], *, ascending: bool = False
@@ -446,9 +438,9 @@ class TensorFile:
         if ascending:
             written = sorted(written, key=lambda batch: batch[0][0].image)
         with nullcontext(self._file) if self._path is None else self._path.open("rb") as file:
-            for names, places in written:
-                if any(name.image in images for name in names):
-                    yield names, [place.read(file) for place in places]
+            for tiles, places in written:
+                if any(tile.image in images for tile in tiles):
+                    yield tiles, [place.read(file) for place in places]
 
     def close(self) -> None:
         """Delete the file, unless it is shared."""
@@ -478,14 +470,14 @@ class _Embedded(NamedTuple):
     """A batch of images with kept features, embeddings and image statistics."""
 
     images: list[NetworkInput]
-    names: tuple[Tile, ...]
+    tiles: tuple[Tile, ...]
     kept: list[Tensor]
     patches: PatchBatch
     statistics: list[ImageStatistics]
 
 
 class _Writer:
-    """Writes batches of features, and notes facts about their images.
+    """Writer of features, batch by batch, which collects facts about their images.
 
     Args:
         fitter: the method's fitter, which may ask for projected patches.
@@ -513,18 +505,18 @@ class _Writer:
         if isinstance(done, UnusableImage):
             self.refused.append(done)
             return
-        images, names, kept, patches, statistics = done
+        images, tiles, kept, patches, statistics = done
         *_, height, width, self.channels = patches.embeddings.shape
         room = sum(t.nbytes for t in kept) + self._project(patches)
         if not self.facts:  # the first batch tells how large all will be
             self._check_room(images, room)
-        for item, tile in zip(images, statistics, strict=True):
+        for item, of_tile in zip(images, statistics, strict=True):
             if item.index not in self.facts:
                 assert item.look is not None  # the decoders were asked for it
                 self.facts[item.index] = ImageFacts(item.sha256, item.layout, item.look)
             # A turned copy has the statistics of its image.
-            self.facts[item.index].add(height * width, None if item.turn else tile)
-        self.file.write(names, kept)
+            self.facts[item.index].add(height * width, None if item.turn else of_tile)
+        self.file.write(tiles, kept)
         if len(self.facts) % _TRIMMED < len(images):
             release_memory()
 
@@ -569,16 +561,21 @@ class _Writer:
 
 
 def _patch_batch(
-    embeddings: Tensor,
-    names: Sequence[Tile],
-    views: Mapping[int, View],
-    region: Region | None,
+    embeddings: Tensor, tiles: Sequence[Tile], views: Mapping[int, View], region: Region | None
 ) -> PatchBatch:
+    """Patches of images or tiles.
+
+    Args:
+        embeddings: patch embeddings (B, h, w, D).
+        tiles: the B images or tiles.
+        views: the geometry of each network input, by image number.
+        region: the part of each image that counts; None for all of it.
+    """
     height, width = embeddings.shape[1:3]
-    pieces = [(views[n.image], (n.row, n.column), n.turn) for n in names]
+    pieces = [(views[tile.image], (tile.row, tile.column), tile.turn) for tile in tiles]
     return PatchBatch(
         embeddings,
-        tuple(name.image for name in names),
-        tuple(turned_corner(n.row * height, n.column * width, n.turn) for n in names),
+        tuple(tile.image for tile in tiles),
+        tuple(turned_corner(t.row * height, t.column * width, t.turn) for t in tiles),
         patches_inside(pieces, embeddings, region),
     )

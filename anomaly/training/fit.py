@@ -174,8 +174,8 @@ def _trial_images(samples: Sequence[Sample], loading: Preprocessing) -> list[Net
     """A few usable images of one size, from all over the list."""
     trial: list[NetworkInput] = []
     decoders = Decoders(loading)
-    for i in range(0, len(samples), max(1, len(samples) // _TRIAL_IMAGES)):
-        item = decoders.load(samples[i].source)
+    for sample in samples[:: max(1, len(samples) // _TRIAL_IMAGES)]:
+        item = decoders.load(sample.source)
         if isinstance(item, NetworkInput):
             item = next(item.tiles(1))[0]
             if not trial or item.view.size == trial[0].view.size:
