@@ -1,4 +1,8 @@
-"""Trained model: images -> predictions, whole or tile by tile."""
+"""Trained model: images -> predictions, whole or tile by tile.
+
+Patch scores become anomaly maps at the network's size, and image scores, here;
+`anomaly.maps.anomaly_map` makes the map in an image's own pixels, by the same matrices.
+"""
 
 from __future__ import annotations
 
@@ -188,10 +192,15 @@ class Prediction:
 
     @property
     def _held_map(self) -> SourceMap:
-        # `anomaly_map` is cached, so the mask, its regions and a user's look share one map.
+        """The map with its values computed; `mask`, `regions` and `anomaly_map` share them."""
         return replace(self.source_map, values=self.anomaly_map)
 
     def _decoded(self) -> Image:
+        """The image; a file is decoded again.
+
+        Raises:
+            ImageError: the file can't be read any more, or was changed.
+        """
         if self.image is not None:
             return self.image
         assert self.path is not None
@@ -199,7 +208,7 @@ class Prediction:
         if isinstance(item, UnusableImage):
             raise ImageError(item.reason, item.status)
         assert isinstance(item, NetworkInput)
-        # The map would lie over another picture.
+        # The map of a changed file would lie over another picture.
         if item.sha256 != self.sha256:
             raise ImageError(f"{self.path} was changed since it was scored; predict it again")
         return item.decoded
@@ -250,8 +259,8 @@ class Scored:
         """
         if isinstance(result, UnusableImage):
             return cls(sample, None, result.reason, status=result.status)
-        height = highest(result.source_map) if peak else math.nan
-        return cls(sample, result.score, result.reason, result.sha256, peak=height)
+        highest_value = highest(result.source_map) if peak else math.nan
+        return cls(sample, result.score, result.reason, result.sha256, peak=highest_value)
 
     def verdict(self, thresholds: Thresholds | None) -> str:
         """`good`, `review` or `reject`, the same as from `infer`; empty without a score."""
@@ -395,6 +404,7 @@ class Model(ImageStages):
     def _attempt(
         self, batch: list[NetworkInput] | UnusableImage
     ) -> Sequence[Prediction | UnusableImage]:
+        """Results of a batch; images that can't be scored become unusable ones."""
         if isinstance(batch, UnusableImage):
             return [batch]
         try:
@@ -445,6 +455,7 @@ class Model(ImageStages):
             return [_Scored(*row) for row in zip(*columns, strict=True)]
 
     def _prediction(self, item: NetworkInput, scored: _Scored) -> Prediction:
+        """The prediction of a whole image from its scores."""
         return Prediction(
             index=item.index,
             path=item.path,
@@ -520,7 +531,7 @@ class Model(ImageStages):
         inside: Array | None = None,
         top: int | None = None,
     ) -> tuple[PatchScores, Array]:
-        """The result of `score_patches` from patch scores.
+        """Weighted and counted patch scores, and image scores; the result of `score_patches`.
 
         Args:
             patches: patch scores (B, h, w) from the scorer.
@@ -531,12 +542,12 @@ class Model(ImageStages):
         """
         xp = module_of(embeddings)
         shown, broken = patches, ~xp.isfinite(patches.scores)
-        values = self.scorer.weighted(patches)
         if inside is not None:
             shown = replace(patches, scores=xp.where(inside, patches.scores, math.nan))
             broken &= inside
-        weighted = replace(patches, scores=values)
+        weighted = replace(patches, scores=self.scorer.weighted(patches))
         scores = self._image_scores(weighted, embeddings, pieces, inside, top)
+        # One broken patch makes the image score NaN: the other patches mustn't stand for the image.
         return shown, xp.where(broken.reshape(broken.shape[0], -1).any(1), math.nan, scores)
 
     def _image_scores(
@@ -555,8 +566,8 @@ class Model(ImageStages):
             counted = values if inside is None else xp.where(inside, values, -math.inf)
             return self.scorer.image_scores(embeddings, replace(patches, scores=counted))
         if how == "smallest_defect":
-            sharp = values if inside is None else xp.where(inside, values, 0.0)
-            sharp = without_halo(sharp.clip(_LEAST_SCORE), model.halo_damping)
+            counted = values if inside is None else xp.where(inside, values, 0.0)
+            sharp = without_halo(counted.clip(_LEAST_SCORE), model.halo_damping)
             maps = network_map(sharp, size, model.smoothing, inside)
             least = smallest_area(self.config)
             return levels_of_areas(maps, [area_on_map(least, piece[0]) for piece in pieces])
@@ -600,6 +611,7 @@ def _usable(result: Prediction | UnusableImage) -> Prediction:
 
 
 def _without_score(prediction: Prediction) -> UnusableImage:
+    """The unusable image in place of a prediction whose score isn't a finite number."""
     return UnusableImage(
         prediction.index,
         "failed",
