@@ -41,7 +41,7 @@ RUNS = [("avx2", 4), ("sse4.2", 1)]
 # What rounding could turn: selections, distances, maps and verdicts.
 NUMERICAL = [
     "tests/test_portable.py",
-    "tests/methods/padim",
+    "tests/methods/test_padim.py",
     "tests/methods/patchcore",
     "tests/maps/test_anomaly_map.py",
     "tests/backbones/test_extractor.py",

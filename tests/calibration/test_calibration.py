@@ -58,28 +58,35 @@ def test_bounds_are_clopper_pearson(count, images):
     assert got.at_most == pytest.approx(one_sided.high, abs=1e-12)
 
 
-@given(SCORES | TIED, st.floats(0.001, 0.6))
-def test_threshold_is_the_lowest_that_keeps_the_target(scores, target):
-    got = threshold_for_false_reject_rate(scores, target)
+@pytest.mark.parametrize("kept", ["bound", "mean"])
+@given(scores=SCORES | TIED, target=st.floats(0.001, 0.6))
+def test_threshold_is_the_lowest_that_keeps_the_target(kept, scores, target):
+    by_kind = {"bound": threshold_for_false_reject_rate, "mean": threshold_for_expected_rate}
+    got = by_kind[kept](scores, target)
     good, n = np.array(scores), len(scores)
 
-    def bound(value):
+    def promised(value):
         above = (good > value).sum()
+        if kept == "mean":
+            return (above + 1) / (n + 1)
         return stats.beta.ppf(0.95, above + 1, n - above) if above < n else 1.0
 
     # The order statistic under it, which the promise is about: never on it, and not far above.
     assert got.value not in good
-    assert got.false_rejects.count == (good > got.value).sum()
+    rate = got.false_rejects
+    assert rate.count == (good > got.value).sum()
+    rates = {"bound": rate.at_most, "mean": rate.expected}
+    assert rates[kept] == pytest.approx(promised(got.value), rel=1e-6)
+    assert got.supported == (rates[kept] <= target * (1 + 1e-9))
     statistic = good[good < got.value].max()
-    assert got.supported == (got.false_rejects.at_most <= target * (1 + 1e-9))
     if got.supported:
         lower = good[good < statistic * (1 - REACH)]
-        assert bound(got.value) <= target * (1 + 1e-6)
-        assert not lower.size or bound(lower.max()) >= target * (1 - 1e-6)
+        assert promised(got.value) <= target * (1 + 1e-6)
+        assert not lower.size or promised(lower.max()) >= target * (1 - 1e-6)
     else:
         assert statistic == good.max()
         assert got.value == pytest.approx(good.max() * (1 + OUTSIDE), rel=1e-6)
-        assert n < images_needed(target)
+        assert kept == "mean" or n < images_needed(target)
 
 
 @pytest.mark.parametrize(
@@ -131,23 +138,6 @@ def test_rates_are_kept_and_are_those_that_new_parts_show():
         assert (true <= at_most).mean() >= often
         if threshold_for is threshold_for_false_reject_rate:
             assert (true <= target).mean() >= often
-
-
-@given(SCORES | TIED, st.floats(0.001, 0.6))
-def test_review_is_the_lowest_that_keeps_the_mean(scores, target):
-    got = threshold_for_expected_rate(scores, target)
-    good, n = np.array(scores), len(scores)
-    expected = ((good > got.value).sum() + 1) / (n + 1)
-    assert got.value not in good
-    assert got.false_rejects.expected == expected
-    assert got.supported == (expected <= target * (1 + 1e-6))
-    statistic = good[good < got.value].max()
-    lower = good[good < statistic * (1 - REACH)]
-    if got.supported:
-        next_one = ((good > lower.max()).sum() + 1) / (n + 1) if lower.size else 1.0
-        assert next_one >= target * (1 - 1e-6)
-    else:
-        assert statistic == good.max()
 
 
 def test_two_thresholds_and_their_verdicts():

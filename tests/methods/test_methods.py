@@ -50,3 +50,5 @@ def test_a_method_from_elsewhere_goes_through_all_commands(
     config = parse_config({"model": {"kind": "mean"}}, "a test")
     with pytest.raises(ModelError, match="vectors"):
         scorer_of(config, {"vectors": torch.ones(3, 2)})
+    with pytest.raises(ModelError, match="--pixels"):
+        detector.scorer.graph()

@@ -136,22 +136,17 @@ def test_reweighting_as_in_the_paper() -> None:
     assert bank.image_scores(queries, scored).tolist() == pytest.approx(expected, rel=1e-4)
 
 
-def test_reweighting_of_large_distances_stays_finite() -> None:
+def test_reweighting_of_large_distances_is_finite_and_of_one_vector_changes_nothing() -> None:
     """exp(1000) overflows; the weight doesn't need it."""
     bank = MemoryBank(1000 * torch.randn(50, 4), torch.zeros(50, 3, dtype=torch.int32), 0.0)
     queries = 5000 * torch.randn(2, 3, 3, 4)
     weighted = bank.image_scores(queries, bank.score(queries))
-    assert bool(weighted.isfinite().all())
-    assert bool((weighted >= 0).all())
-
-
-def test_reweighting_needs_company() -> None:
-    bank = bank_of(images(), 0.001)
-    queries = torch.stack(images()[:2])
-    scored = bank.score(queries)
-    assert torch.equal(bank.image_scores(queries, scored), scored.scores.flatten(1).amax(1))
+    assert bool((weighted >= 0).all() and weighted.isfinite().all())
+    alone = replace(bank, vectors=bank.vectors[:1], origins=bank.origins[:1])
+    scored = alone.score(queries)
+    assert torch.equal(alone.image_scores(queries, scored), scored.scores.flatten(1).amax(1))
     with pytest.raises(ValueError, match="no bank vectors"):
-        bank.image_scores(queries, PatchScores(scored.scores))
+        alone.image_scores(queries, PatchScores(scored.scores))
 
 
 def test_what_cannot_be_a_bank_is_refused() -> None:
@@ -243,3 +238,110 @@ def test_vectors_that_lie_together_have_finite_scores() -> None:
         bank = MemoryBank(torch.ones(count, 4), origins, 0.0, spacing_neighbours=9).spaced()
         scores = bank.weighted(bank.score(torch.zeros(1, 2, 2, 4)))
         assert scores.tolist() == [[[2, 2], [2, 2]]]
+
+
+def random_bank(count: int) -> MemoryBank:
+    vectors = torch.randn(count, 24, generator=torch.Generator().manual_seed(0)) + 5
+    return MemoryBank(vectors, torch.zeros(count, 3, dtype=torch.int32), 0.0)
+
+
+@pytest.mark.parametrize("count", [1, 4096, 9000])  # blocks hold 4,096 vectors
+def test_the_bank_goes_by_in_blocks(count: int) -> None:
+    scorer = random_bank(count)
+    patches = torch.randn(2, 3, 5, 24, generator=torch.Generator().manual_seed(1)) + 5
+    patches[0, 0, 0] = scorer.vectors[-1]
+    scores, nearest = scorer.graph()(patches)
+    expected = scorer.score(patches)
+    torch.testing.assert_close(scores, expected.scores, rtol=1e-5, atol=1e-5)
+    assert torch.equal(nearest, expected.nearest)
+    assert nearest.dtype == torch.int64
+
+
+def test_of_equal_vectors_the_first_is_named_and_nan_stays_nan() -> None:
+    scorer = random_bank(4)
+    twice = MemoryBank(scorer.vectors[[0, 1, 1, 2]], scorer.origins, 0.0)
+    patches = twice.vectors[None, None, 2:3].clone()
+    assert twice.graph()(patches)[1].item() == 1
+    scores, nearest = twice.graph()(torch.full_like(patches, torch.nan))
+    assert scores.isnan().all()
+    assert nearest.item() < 4
+
+
+FOLDS = [(0, 1), (2, 3, 4), (5,)]
+
+
+def alike_batches(seed: int = 0, inside: bool = False) -> PatchList:
+    """Six images of 6×5 patches, two at a time; neighbours and images are alike."""
+    g = torch.Generator().manual_seed(seed)
+    base = torch.randn(1, 6, 5, 12, generator=g)
+    batches = []
+    for first in (0, 2, 4):
+        embeddings = base + 0.3 * torch.randn(2, 6, 5, 12, generator=g)
+        mask = torch.rand(2, 6, 5, generator=g) < 0.7 if inside else None
+        batches.append(PatchBatch(embeddings, (first, first + 1), inside=mask))
+    return PatchList(batches)
+
+
+def fitted(batches: PatchList, ratio: float) -> tuple[MemoryBankFitter, MemoryBank]:
+    fitter = MemoryBankFitter(coreset_ratio=ratio, projection_dim=8)
+    return fitter, fitter.fit(batches)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_fold_leaves_nothing_behind(inside: bool) -> None:
+    batches = alike_batches(inside=inside)
+    fitter, bank = fitted(batches, 0.2)
+    for fold, left in fitter.held_out(bank, batches, FOLDS, grouped=False):
+        images = left.origins[:, 0].tolist()
+        assert not set(images) & set(fold)
+        assert len(set(map(tuple, left.origins.tolist()))) == len(left.origins)
+        for vector, (image, row, column) in zip(left.vectors, left.origins.tolist(), strict=True):
+            batch = batches.batches[image // 2]
+            torch.testing.assert_close(vector, batch.embeddings[image % 2, row, column])
+            assert batch.inside is None or bool(batch.inside[image % 2, row, column])
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.2, 0.5])
+def test_the_others_are_covered_as_closely_by_no_more_vectors_than_it_takes(ratio: float) -> None:
+    """Against greedy k-center, a pick at a time, in float64."""
+    batches = alike_batches(5)
+    fitter, bank = fitted(batches, ratio)
+    places, points = [], []
+    for batch in batches:
+        for image, grid in zip(batch.images, batch.embeddings, strict=True):
+            places += [[image, r, c] for r in range(grid.shape[0]) for c in range(grid.shape[1])]
+            points.append((grid.flatten(0, 1) @ fitter.selection_matrix(12)).double())
+    every, images = torch.cat(points), torch.tensor(places)[:, 0]
+    vectors = (bank.vectors @ fitter.selection_matrix(12)).double()
+    nearest = torch.cdist(every, vectors).argmin(1)
+    added = []
+    for fold, left in fitter.held_out(bank, batches, FOLDS, grouped=False):
+        gone = torch.isin(bank.origins[:, 0], torch.tensor(fold))
+        uncovered = (gone[nearest] & ~torch.isin(images, torch.tensor(fold))).nonzero()[:, 0]
+        away = torch.cdist(every, vectors[~gone]).amin(1)[uncovered]
+        expected: list[list[int]] = []
+        while len(expected) < int(gone.sum()) and away.max() > 0.95 * bank.covering_radius:
+            pick = uncovered[away.argmax()]
+            expected.append(places[int(pick)])
+            away = torch.minimum(away, torch.cdist(every[uncovered], every[pick][None])[:, 0])
+        kept = bank.origins[~gone].tolist()
+        assert left.origins.tolist() == kept + expected
+        added.append((len(expected), int(gone.sum())))
+    # A bank of few vectors has as many again for those that went, a larger one fewer.
+    assert any(new < went for new, went in added) == (ratio > 0.1), added
+
+
+def test_one_fold_is_refused() -> None:
+    batches = alike_batches()
+    fitter, bank = fitted(batches, 0.2)
+    with pytest.raises(ValueError, match="two folds"):
+        next(fitter.held_out(bank, batches, [tuple(range(6))], grouped=False))
+
+
+def test_of_a_share_of_no_patch_nothing_is_drawn_in_the_place_of_what_went() -> None:
+    batches = alike_batches(4)
+    fitter, bank = fitted(batches, 0.2)
+    known = bank.origins.tolist()
+    without_memory = replace(fitter, memory_limit=0)
+    for _, left in without_memory.held_out(bank, batches, FOLDS, grouped=False):
+        assert all(origin in known for origin in left.origins.tolist())

@@ -1,11 +1,16 @@
+"""PaDiM's Gaussians against scipy, its projections, and scores without an image against refits."""
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patch_lists import PatchList
 from scipy.spatial.distance import mahalanobis
 
 from anomaly.errors import ConfigError, DataError
 from anomaly.methods.base import PatchBatch
-from anomaly.methods.padim import GaussianFitter, scorer
+from anomaly.methods.padim import GaussianFitter, projected, scorer
 
 GRID = (3, 4)
 CHANNELS = 24
@@ -45,27 +50,22 @@ def reference(train, test, regularisation):
     return distances
 
 
-@pytest.mark.parametrize(("spread", "rtol"), [(0.01, 1e-4), (1.0, 2e-4), (10.0, 2e-3)])
-def test_scores_agree_with_scipy(spread, rtol):
+@pytest.mark.parametrize(
+    ("spread", "offset", "rtol"),
+    [(0.01, 0, 1e-4), (1.0, 0, 2e-4), (10.0, 0, 2e-3), (1.0, 1e4, 2e-4)],
+)
+def test_scores_agree_with_scipy(spread, offset, rtol):
     # Fewer images than dimensions; as many; one more; more than are added at once.
     for count in (2, 7, 24, 25, 120):
-        train = embeddings(count, spread=spread)
-        test = torch.cat([train[:3], embeddings(6, seed=1, spread=spread)])
+        train = embeddings(count, spread=spread, offset=offset)
+        test = torch.cat([train[:3], embeddings(6, seed=1, spread=spread, offset=offset)])
         model = whole().fit(batched(train))
-        expected = reference(train, test, 0.01)
         scores = model.score(test)
         assert scores.nearest is None
         assert scores.scores.dtype == torch.float32
-        np.testing.assert_allclose(scores.scores, expected, rtol=rtol)
+        np.testing.assert_allclose(scores.scores, reference(train, test, 0.01), rtol=rtol)
         mean = train.double().mean(dim=0, keepdim=True).float()
-        assert model.score(mean).scores.max() < 1e-4 * max(1, spread)
-
-
-@pytest.mark.parametrize("count", [12, 120])
-def test_a_large_offset_costs_no_digits(count):
-    train, test = embeddings(count, offset=1e4), embeddings(6, seed=1, offset=1e4)
-    model = whole().fit(batched(train))
-    np.testing.assert_allclose(model.score(test).scores, reference(train, test, 0.01), rtol=2e-4)
+        assert model.score(mean).scores.max() < 1e-4 * max(1, spread, offset / 20)
 
 
 def test_images_without_any_variance_leave_the_euclidean_distance():
@@ -165,3 +165,103 @@ def test_regularisation_that_vanishes_beside_the_variances_is_refused(channels):
         whole(channels, regularisation=named / 2).fit(train)
     tensors = whole(channels, regularisation=named).fit(train).tensors().values()
     assert all(bool(t.isfinite().all()) for t in tensors)
+
+
+@pytest.mark.parametrize("count", [5, 60])  # fewer than dimensions, and more
+def test_the_graph_gives_the_scores(count):
+    model, test = whole().fit(batched(embeddings(count))), embeddings(3, seed=1)
+    (scores,) = model.graph()(test)
+    torch.testing.assert_close(scores, model.score(test).scores, rtol=1e-5, atol=1e-5)
+
+
+def drawn(channels, dimensions, seed=0):
+    return GaussianFitter(dimensions, seed=seed).prepared(channels, CPU).projection
+
+
+sizes = st.integers(2, 60).flatmap(lambda dim: st.tuples(st.just(dim), st.integers(1, dim - 1)))
+
+
+@settings(max_examples=25)
+@given(sizes, st.integers(0, 2**31))
+def test_projection_is_orthonormal(size, seed):
+    dim, target = size
+    w = drawn(dim, target, seed).double().numpy()
+    assert w.shape == (dim, target)
+    np.testing.assert_allclose(w.T @ w, np.eye(target), atol=1e-6)
+
+
+def test_the_seed_decides_and_all_channels_are_kept_as_they_are():
+    a, b, c = (drawn(40, 9, s) for s in (3, 3, 4))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    x = torch.randn(2, 3, 7)
+    assert torch.equal(x @ drawn(7, 7), x)
+
+
+@pytest.mark.parametrize("target", [1, 9, 30])
+@pytest.mark.parametrize("grids", [[(8, 6), (4, 3), (2, 2)], [(4, 3), (9, 7)]])
+def test_maps_are_projected_like_their_full_embeddings(grids, target):
+    channels = [7, 11, 13][: len(grids)]
+    dim = sum(channels)
+    maps = [torch.randn(2, c, *g) for c, g in zip(channels, grids, strict=True)]
+    finest = max(grids)
+    rows, columns = np.meshgrid(*map(np.arange, finest), indexing="ij")
+    full = np.concatenate(
+        [
+            m.numpy()[:, :, rows * h // finest[0], columns * w // finest[1]]
+            for m, (h, w) in zip(maps, grids, strict=True)
+        ],
+        axis=1,
+    )
+    projection = drawn(dim, min(target, dim))
+    expected = torch.from_numpy(full).permute(0, 2, 3, 1) @ projection
+    torch.testing.assert_close(projected(projection, maps), expected, rtol=0, atol=1e-5)
+
+
+def left_out(values, regularisation=0.01):
+    """Scores (N, h, w) of training images (N, h, w, D), each without itself."""
+    images = len(values)
+    fitter = whole(values.shape[3], regularisation=regularisation)
+    patches = PatchList([PatchBatch(values, tuple(range(images)))])
+    folds = [(image,) for image in range(images)]
+    ((_, without),) = fitter.held_out(fitter.fit(patches), patches, folds, grouped=False)
+    return without.score(values).scores.numpy()
+
+
+def refitted(values, regularisation=0.01):
+    """The same by scipy with covariances of the others."""
+    others = [torch.cat([values[:i], values[i + 1 :]]) for i in range(len(values))]
+    pairs = zip(others, values[:, None], strict=True)
+    return np.concatenate([reference(rest, image, regularisation) for rest, image in pairs])
+
+
+@pytest.mark.parametrize("regularisation", [0.01, 1e-4])
+@pytest.mark.parametrize(
+    ("variances", "rtol"),
+    [
+        *((torch.full((6,), scale**2), 1e-6) for scale in (0.01, 0.3, 3.0)),
+        # Leverages are 1 but for ε over the variance: no difference from 1 may be taken.
+        (torch.logspace(1.5, -2, 100), 1e-5),
+    ],
+)
+def test_scores_without_an_image_are_those_of_refits(variances, rtol, regularisation):
+    for images in (3, 12, 30, 99, 101):
+        g = torch.Generator().manual_seed(images)
+        noise = torch.randn(images, 1, 2, len(variances), generator=g)
+        values = 3 + noise * variances.sqrt()
+        expected = refitted(values, regularisation)
+        np.testing.assert_allclose(left_out(values, regularisation), expected, rtol=rtol)
+
+
+def test_equal_images_are_scored():
+    """Their difference has no variance; each still has its twin."""
+    values = torch.randn(8, 1, 1, 20, generator=torch.Generator().manual_seed(0))
+    values[1] = values[0]
+    scores = left_out(values).flatten()
+    assert np.isfinite(scores).all()
+    assert scores[:2].max() < 0.5 * scores[2:].min()
+
+
+def test_two_images_are_too_few():
+    with pytest.raises(DataError, match="--no-calibrate"):
+        left_out(torch.randn(2, 2, 2, 4, generator=torch.Generator().manual_seed(0)))
