@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, Method
 from anomaly.errors import ModelError
-from anomaly.scoring.build import scorer_of
+from anomaly.scoring.build import fitter_of, scorer_of
 from anomaly.storage.models import load_model
 
 
@@ -52,3 +52,5 @@ def test_a_method_from_elsewhere_goes_through_all_commands(
         scorer_of(config, {"vectors": torch.ones(3, 2)})
     with pytest.raises(ModelError, match="--pixels"):
         detector.scorer.graph()
+    with pytest.raises(ModelError, match="train again"):
+        fitter_of(config).incremental(detector.scorer, 3)

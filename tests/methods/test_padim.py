@@ -265,3 +265,23 @@ def test_equal_images_are_scored():
 def test_two_images_are_too_few():
     with pytest.raises(DataError, match="--no-calibrate"):
         left_out(torch.randn(2, 2, 2, 4, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize(
+    ("first", "more"), [(6, [3]), (9, [9]), (20, [7]), (20, [30]), (2, [1]), (20, [4] * 10)]
+)
+@pytest.mark.parametrize("dimensions", [16, CHANNELS])
+def test_gaussians_that_learn_more_are_those_of_a_fit_on_all(first, more, dimensions):
+    fitter = GaussianFitter(dimensions).prepared(CHANNELS, CPU)
+    values = torch.cat([embeddings(first), embeddings(sum(more), seed=1, offset=0.7)])
+    values = values @ fitter.projection
+    known, grown = first, fitter.fit(batched(values[:first]))
+    for count in more:
+        grown = fitter.incremental(grown, known).fit(batched(values[known : known + count]))
+        known += count
+    whole = fitter.fit(batched(values))
+    shapes = [[t.shape for t in model.tensors().values()] for model in (grown, whole)]
+    assert shapes[0] == shapes[1]
+    others = embeddings(5, seed=77, offset=2.0) @ fitter.projection
+    scores = [model.score(torch.cat([values[:5], others])).scores for model in (grown, whole)]
+    torch.testing.assert_close(*scores, rtol=2e-3, atol=1e-4)

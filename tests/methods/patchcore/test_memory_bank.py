@@ -19,6 +19,7 @@ from anomaly.config.load import parse_config
 from anomaly.errors import DataError, ModelError
 from anomaly.methods.base import PatchBatch, PatchScores
 from anomaly.methods.patchcore.bank import MemoryBank, scorer
+from anomaly.methods.patchcore.coreset import distances_to_nearest
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 
 PLAIN = parse_config({"model": {"spacing_neighbours": 0}}, "a test").model.model_dump()
@@ -38,8 +39,15 @@ def images(
     ]
 
 
-def batches(maps: list[torch.Tensor]) -> PatchList:
-    return PatchList(PatchBatch(m[None], (i,)) for i, m in enumerate(maps))
+def batches(
+    maps: list[torch.Tensor], first: int = 0, inside: torch.Tensor | None = None
+) -> PatchList:
+    """A batch for each image, numbered from `first`; `inside` (N, h, w) says what counts."""
+    masks = [None] * len(maps) if inside is None else inside[:, None]
+    return PatchList(
+        PatchBatch(grid[None], (first + i,), inside=mask)
+        for i, (grid, mask) in enumerate(zip(maps, masks, strict=True))
+    )
 
 
 def bank_of(maps: list[torch.Tensor], ratio: float, seed: int = 0) -> MemoryBank:
@@ -270,54 +278,40 @@ def test_of_equal_vectors_the_first_is_named_and_nan_stays_nan() -> None:
 FOLDS = [(0, 1), (2, 3, 4), (5,)]
 
 
-def alike_batches(seed: int = 0, inside: bool = False) -> PatchList:
-    """Six images of 6×5 patches, two at a time; neighbours and images are alike."""
+def alike(seed: int = 0) -> list[torch.Tensor]:
+    """Six images of 6×5 patches; neighbours and images are alike."""
     g = torch.Generator().manual_seed(seed)
-    base = torch.randn(1, 6, 5, 12, generator=g)
-    batches = []
-    for first in (0, 2, 4):
-        embeddings = base + 0.3 * torch.randn(2, 6, 5, 12, generator=g)
-        mask = torch.rand(2, 6, 5, generator=g) < 0.7 if inside else None
-        batches.append(PatchBatch(embeddings, (first, first + 1), inside=mask))
-    return PatchList(batches)
+    base = torch.randn(6, 5, 12, generator=g)
+    return [base + 0.3 * torch.randn(6, 5, 12, generator=g) for _ in range(6)]
 
 
-def fitted(batches: PatchList, ratio: float) -> tuple[MemoryBankFitter, MemoryBank]:
-    fitter = MemoryBankFitter(coreset_ratio=ratio, projection_dim=8)
-    return fitter, fitter.fit(batches)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_fold_leaves_nothing_behind(inside: bool) -> None:
-    batches = alike_batches(inside=inside)
-    fitter, bank = fitted(batches, 0.2)
-    for fold, left in fitter.held_out(bank, batches, FOLDS, grouped=False):
-        images = left.origins[:, 0].tolist()
-        assert not set(images) & set(fold)
-        assert len(set(map(tuple, left.origins.tolist()))) == len(left.origins)
-        for vector, (image, row, column) in zip(left.vectors, left.origins.tolist(), strict=True):
-            batch = batches.batches[image // 2]
-            torch.testing.assert_close(vector, batch.embeddings[image % 2, row, column])
-            assert batch.inside is None or bool(batch.inside[image % 2, row, column])
+@pytest.mark.parametrize("share", [None, 0.7])
+def test_a_fold_leaves_nothing_behind(share: float | None) -> None:
+    maps, fitter = alike(), MemoryBankFitter(0.2, projection_dim=8)
+    g = torch.Generator().manual_seed(1)
+    inside = None if share is None else torch.rand(6, 6, 5, generator=g) < share
+    patches = batches(maps, inside=inside)
+    for fold, left in fitter.held_out(fitter.fit(patches), patches, FOLDS, grouped=False):
+        assert not set(left.origins[:, 0].tolist()) & set(fold)
+        assert_found_again(left, maps)
+        assert inside is None or bool(inside[tuple(left.origins.long().T)].all())
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.2, 0.5])
 def test_the_others_are_covered_as_closely_by_no_more_vectors_than_it_takes(ratio: float) -> None:
     """Against greedy k-center, a pick at a time, in float64."""
-    batches = alike_batches(5)
-    fitter, bank = fitted(batches, ratio)
-    places, points = [], []
-    for batch in batches:
-        for image, grid in zip(batch.images, batch.embeddings, strict=True):
-            places += [[image, r, c] for r in range(grid.shape[0]) for c in range(grid.shape[1])]
-            points.append((grid.flatten(0, 1) @ fitter.selection_matrix(12)).double())
-    every, images = torch.cat(points), torch.tensor(places)[:, 0]
-    vectors = (bank.vectors @ fitter.selection_matrix(12)).double()
+    maps, fitter = alike(5), MemoryBankFitter(ratio, projection_dim=8)
+    patches = batches(maps)
+    bank, projection = fitter.fit(patches), fitter.selection_matrix(12)
+    places = [[*place] for place in np.ndindex(6, 6, 5)]
+    every = torch.cat([grid.flatten(0, 1) @ projection for grid in maps]).double()
+    images_of = torch.tensor(places)[:, 0]
+    vectors = (bank.vectors @ projection).double()
     nearest = torch.cdist(every, vectors).argmin(1)
     added = []
-    for fold, left in fitter.held_out(bank, batches, FOLDS, grouped=False):
+    for fold, left in fitter.held_out(bank, patches, FOLDS, grouped=False):
         gone = torch.isin(bank.origins[:, 0], torch.tensor(fold))
-        uncovered = (gone[nearest] & ~torch.isin(images, torch.tensor(fold))).nonzero()[:, 0]
+        uncovered = (gone[nearest] & ~torch.isin(images_of, torch.tensor(fold))).nonzero()[:, 0]
         away = torch.cdist(every, vectors[~gone]).amin(1)[uncovered]
         expected: list[list[int]] = []
         while len(expected) < int(gone.sum()) and away.max() > 0.95 * bank.covering_radius:
@@ -331,17 +325,57 @@ def test_the_others_are_covered_as_closely_by_no_more_vectors_than_it_takes(rati
     assert any(new < went for new, went in added) == (ratio > 0.1), added
 
 
-def test_one_fold_is_refused() -> None:
-    batches = alike_batches()
-    fitter, bank = fitted(batches, 0.2)
+def test_one_fold_is_refused_and_without_memory_nothing_stands_in() -> None:
+    patches, fitter = batches(alike(4)), MemoryBankFitter(0.2, projection_dim=8)
+    bank = fitter.fit(patches)
     with pytest.raises(ValueError, match="two folds"):
-        next(fitter.held_out(bank, batches, [tuple(range(6))], grouped=False))
-
-
-def test_of_a_share_of_no_patch_nothing_is_drawn_in_the_place_of_what_went() -> None:
-    batches = alike_batches(4)
-    fitter, bank = fitted(batches, 0.2)
+        next(fitter.held_out(bank, patches, [tuple(range(6))], grouped=False))
     known = bank.origins.tolist()
     without_memory = replace(fitter, memory_limit=0)
-    for _, left in without_memory.held_out(bank, batches, FOLDS, grouped=False):
+    for _, left in without_memory.held_out(bank, patches, FOLDS, grouped=False):
         assert all(origin in known for origin in left.origins.tolist())
+
+
+OLD = images(12, [(4, 5)] * 10)
+NEW = [grid + 1.5 for grid in images(12, [(4, 5)] * 7, seed=1)]
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 4 * 12 * 25])
+def test_a_bank_grows_until_its_radius_covers_the_new_patches(limit: int) -> None:
+    fitter = MemoryBankFitter(0.2, memory_limit=limit)
+    bank, new = fitter.fit(batches(OLD)), batches(NEW, first=10)
+    longer = fitter.incremental(bank, 10).fit(new)
+    assert torch.equal(longer.vectors[: len(bank.vectors)], bank.vectors)
+    assert_found_again(longer, OLD + NEW)
+    added = longer.vectors[len(bank.vectors) :]
+    assert 0 < len(added) < 7 * 4 * 5
+    assert longer.covering_radius == bank.covering_radius
+    # With the identity as projection the radius holds among the embeddings themselves.
+    flat = torch.stack(NEW).flatten(0, 2)
+    assert float(distances_to_nearest(flat, longer.vectors).max()) <= bank.covering_radius * 1.001
+    # Each was beyond the radius of all that were there before it.
+    for i in range(len(added)):
+        before = torch.cat([bank.vectors, added[:i]])
+        assert float(torch.cdist(added[i : i + 1], before).min()) > bank.covering_radius * 0.999
+    # What is covered adds nothing.
+    again = fitter.incremental(longer, 17).fit(new)
+    assert torch.equal(again.vectors, longer.vectors)
+
+
+def test_a_bank_that_grew_covers_the_other_folds_without_a_folds_images() -> None:
+    fitter = MemoryBankFitter(0.2)
+    base, new = fitter.fit(batches(OLD)), batches(NEW, first=10)
+    growing = fitter.incremental(base, 10)
+    whole, folds = growing.fit(new), [(10, 11, 12), (13, 14), (15, 16)]
+    repaired = 0
+    for fold, bank in growing.held_out(whole, new, folds, grouped=False):
+        assert not torch.is_inference_mode_enabled()
+        assert not {*fold} & {*bank.origins[:, 0].tolist()}
+        assert torch.equal(bank.vectors[: len(base.vectors)], base.vectors)
+        assert_found_again(bank, OLD + NEW)
+        others = torch.cat([NEW[i - 10].flatten(0, 1) for i in range(10, 17) if i not in fold])
+        reach = float(distances_to_nearest(others, bank.vectors).max())
+        assert reach <= base.covering_radius * 1.001
+        kept = int((~torch.isin(whole.origins[:, 0], torch.tensor(fold))).sum())
+        repaired += len(bank.vectors) - kept
+    assert repaired > 0
