@@ -236,7 +236,7 @@ def set_apart(good: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 
 def in_splits(where: Path, samples: Sequence[tuple[str, Sample]], hint: str) -> Dataset:
-    """A data set of samples, of which some may have no split yet.
+    """A data set of samples; some of them may have no split yet.
 
     Good samples without a split are drawn; defects without one are tested with.
 

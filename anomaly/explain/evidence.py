@@ -1,4 +1,4 @@
-"""Evidence for an image score: worst patches, good patches most like them, score gradient."""
+"""Evidence for an image score: worst patches, good patches like them, gradient of the score."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CONTEXT = 7  # side of a crop in sides of its patch
 
 
 def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explanation:
-    """Find the evidence for an image's score, for `Detector.explain`.
+    """The evidence for an image's score.
 
     Args:
         detector: trained.
@@ -55,20 +55,47 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
     (prediction,) = detector.predict_batches([[item]])
     if isinstance(prediction, UnusableImage):
         raise ImageError(prediction.reason, prediction.status)
-    training = GoodImages(detector, *good)
     flaws = () if detector.thresholds is None else prediction.regions
     peaks = [peak_of(flaw, item.view) for flaw in flaws]
-    item = item.in_part()  # so that equal places of parts are compared
-    scores = prediction.patch_scores
+    item, scores = item.in_part(), prediction.patch_scores  # so that equal places are compared
     patches = worst_patches(scores, peaks, item.view)
-    pictures = _pictures(detector, prediction, tile_of(item, scores.shape, next(iter(patches))))
+    good_images = GoodImages(detector, *good)
+    facts, crops = _compared(item, scores, patches, good_images)
+    folder = detector.folder
+    if folder is not None and folder.name == "model":
+        folder = folder.parent  # the run, as people name it
+    return Explanation(
+        prediction,
+        {"name": detector.name, "model id": detector.model_id, "folder": str(folder or "")},
+        _pictures(detector, prediction, tile_of(item, scores.shape, next(iter(patches)))),
+        region_rows(prediction.name, flaws, detector.config.image.mm_per_pixel),
+        facts,
+        crops,
+        good_images.missing(),
+    )
+
+
+def _compared(
+    item: NetworkInput,
+    scores: NDArray[np.float32],
+    patches: Mapping[tuple[int, int], int | None],
+    good_images: GoodImages,
+) -> tuple[list[dict[str, Any]], list[list[RgbImage]]]:
+    """Facts and crops of an image's worst patches, and of the good patches beside each.
+
+    Args:
+        item: the image, in its part's coordinates.
+        scores: patch scores (h, w).
+        patches: number of the marked region by the patch's (row, column), from `worst_patches`.
+        good_images: the training images.
+    """
     photograph = display(item.decoded)
-    crops: list[list[RgbImage]] = []
     facts: list[dict[str, Any]] = []
-    nearest = training.nearest(item, [*patches])
+    crops: list[list[RgbImage]] = []
+    nearest = good_images.nearest(item, [*patches])
     for (patch, region), good_patches in zip(patches.items(), nearest, strict=True):
         crop = patch_crop(photograph, patch_box(item.view, scores.shape, *patch))
-        crops.append([crop, *map(training.crop, good_patches)])
+        crops.append([crop, *map(good_images.crop, good_patches)])
         facts.append(
             {
                 "region": region,
@@ -78,16 +105,11 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
                 "compared_with": [asdict(good_patch) for good_patch in good_patches],
             }
         )
-    folder = detector.folder
-    if folder is not None and folder.name == "model":
-        folder = folder.parent  # the run, as people name it
-    model = {"name": detector.name, "model id": detector.model_id, "folder": str(folder or "")}
-    regions = region_rows(prediction.name, flaws, detector.config.image.mm_per_pixel)
-    return Explanation(prediction, model, pictures, regions, facts, crops, training.missing())
+    return facts, crops
 
 
 def _pictures(detector: Model, prediction: Prediction, worst: NetworkInput) -> dict[str, RgbImage]:
-    """Pictures of the feature maps and of the score's gradient, by name.
+    """Pictures of the feature maps and of the score's gradient, by name, for `Explanation`.
 
     Args:
         detector: trained.
@@ -139,10 +161,10 @@ def patch_crop(picture: RgbImage, box: Box, size: int = _CROP) -> RgbImage:
         size: side of the result in pixels.
 
     Returns:
-        (size, size, 3); beyond the image's border it is white.
+        (size, size, 3), white beyond the image's border.
     """
     first_row, first_column, end_row, end_column = box
-    # White all around by a whole crop, so that a patch at the border needs no case of its own.
+    # Padded by a whole crop on each side, so that a patch at the border needs no case of its own.
     side = max(1, round(max(end_row - first_row, end_column - first_column) * _CONTEXT))
     top, left = (round((a + b - side) / 2) for a, b in zip(box[:2], box[2:], strict=True))
     around = ((side, side), (side, side), (0, 0))
@@ -156,7 +178,7 @@ def patch_crop(picture: RgbImage, box: Box, size: int = _CROP) -> RgbImage:
 
 
 def _not_found() -> RgbImage:
-    """A grey tile as large as a crop, in place of a training image that isn't there any more."""
+    """A grey tile (150, 150, 3) in place of the crop of a missing training image."""
     tile = np.full((_CROP, _CROP, 3), 225, np.uint8)
     words = saliency.text_line("not found", _CROP)
     tile[_CROP // 2 :][: len(words)] = np.minimum(words, 225)
@@ -166,17 +188,18 @@ def _not_found() -> RgbImage:
 def worst_patches(
     scores: NDArray[np.float32], peaks: Sequence[tuple[float, float]], view: View
 ) -> dict[tuple[int, int], int | None]:
-    """The patches at the peaks of the four worst marked regions; without any, the highest patch.
+    """Patches at the peaks of the four worst marked regions; without any, the highest patch.
 
     Args:
         scores: patch scores (h, w), with tiles of their mosaic; NaN doesn't count.
-        peaks: (x, y) of the regions' peaks, the worst region first.
-        view: geometry of the network's input, in whose source the peaks lie.
+        peaks: (x, y) of the marked regions' peaks, from `peak_of`, the worst region first.
+        view: geometry of the network's input.
 
     Returns:
-        Number of the region, from 1, by the patch's (row, column); None for the highest patch.
+        By the patch's (row, column) the number of its region, from 1; without regions, the highest
+        patch and None.
     """
-    # The middles of patches, in the coordinates of the peaks.
+    # Middles of the patches, in the coordinates of the peaks.
     rows, columns = (
         patch_edges(pieces, count // len(pieces)).mean(axis=0)
         for pieces, count in zip(view.axes, scores.shape, strict=True)
@@ -184,13 +207,13 @@ def worst_patches(
     worst: dict[tuple[int, int], int | None] = {}
     for number, (x, y) in enumerate(peaks[:_FLAWS], 1):
         distance = (rows[:, None] - y) ** 2 + (columns - x) ** 2
-        worst.setdefault(_highest(np.where(np.isnan(scores), -np.inf, -distance)), number)
-    return worst or {_highest(np.nan_to_num(scores, nan=-np.inf)): None}
+        worst.setdefault(_highest(np.where(np.isnan(scores), np.nan, -distance)), number)
+    return worst or {_highest(scores): None}
 
 
 def _highest(values: NDArray[Any]) -> tuple[int, int]:
-    """(row, column) of the highest value (h, w)."""
-    row, column = divmod(int(values.argmax()), values.shape[1])
+    """(row, column) of the highest of values (h, w); NaN doesn't count."""
+    row, column = divmod(int(np.nanargmax(values)), values.shape[1])
     return row, column
 
 
@@ -209,8 +232,8 @@ class GoodPatch:
         image: name of the training image.
         row: row in the image's patch grid.
         column: column in the image's patch grid.
-        distance: distance to the image's patch in score units; None where this one only shows the
-            same place.
+        distance: distance in score units to the patch it stands beside; None where the method
+            measures none, and the patch only shows the same place.
     """
 
     image: str
@@ -220,7 +243,7 @@ class GoodPatch:
 
 
 def tile_of(item: NetworkInput, grid: tuple[int, int], patch: tuple[int, int]) -> NetworkInput:
-    """The network's input at a patch: one tile, or the whole image where there are no tiles.
+    """The network's input at a patch: the patch's tile, or the whole image without tiles.
 
     Args:
         item: one loaded image.
@@ -261,9 +284,10 @@ def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
 
 
 def training_names(manifest: Mapping[str, Any]) -> list[str]:
-    """Names of the images given for training, at the indices that memory bank vectors carry.
+    """Names of the training images, in the order of the indices that memory bank vectors carry.
 
-    Refused images have an index, too.
+    Args:
+        manifest: a model's manifest; images that training refused have an index, too.
     """
     names = list(manifest["training_images"])
     refused: dict[str, int] = manifest["refused_images"] or {}
@@ -273,7 +297,7 @@ def training_names(manifest: Mapping[str, Any]) -> list[str]:
 
 
 class GoodImages:
-    """Good patches of a detector's training images, with pictures where the files still exist.
+    """Good patches of a model's training images, with pictures where the files still exist.
 
     Args:
         detector: trained.
@@ -293,15 +317,18 @@ class GoodImages:
     def nearest(
         self, item: NetworkInput, patches: Sequence[tuple[int, int]], count: int = 5
     ) -> list[list[GoodPatch]]:
-        """Good patches for each of an image's patches, nearest first.
+        """Good patches to compare an image's patches with.
 
-        A memory bank gives the nearest ones. A method without a bank gives the same place on good
-        images that are spread evenly over the training set.
+        A memory bank gives those nearest to a patch, nearest first. A method without a bank gives
+        the same place on images that are spread evenly over the training set.
 
         Args:
             item: the image.
-            patches: (row, column) of the image's patches.
-            count: number of good patches for each.
+            patches: (row, column) of each of the image's patches.
+            count: number of good patches to each patch.
+
+        Returns:
+            For each patch its good patches.
         """
         with torch.inference_mode():
             embeddings = torch.stack([self._embedding(item, patch) for patch in patches])
@@ -318,13 +345,13 @@ class GoodImages:
         return [
             [
                 GoodPatch(self._names[image], *self.as_photographed(image, row, column), distance)
-                for (image, row, column), distance in zip(places, near, strict=True)
+                for (image, row, column), distance in zip(places, nearest, strict=True)
             ]
-            for places, near in zip(origins, distances, strict=True)
+            for places, nearest in zip(origins, distances, strict=True)
         ]
 
     def crop(self, patch: GoodPatch) -> RgbImage:
-        """The patch in its surroundings (H, W, 3), or a grey tile where its image is missing."""
+        """A patch in its surroundings (150, 150, 3); a grey tile where its image is missing."""
         item = self._image(patch.image)
         if item is None:
             return _not_found()
@@ -332,7 +359,7 @@ class GoodImages:
         return patch_crop(display(item.decoded), box)
 
     def as_photographed(self, image: int, row: int, column: int) -> tuple[int, int]:
-        """The place of a learned patch on the upright image: (row, column) of its patch grid.
+        """Place of a learned patch on the upright image: (row, column) in that image's patch grid.
 
         Args:
             image: index of the training image.
@@ -346,7 +373,13 @@ class GoodImages:
         return upright(turn, (row, column), self._grid(item), (len(rows), len(columns)))
 
     def _same_place(self, item: NetworkInput, patch: tuple[int, int], name: str) -> tuple[int, int]:
-        """The place of an image's patch in the patch grid, maybe another, of a training image."""
+        """(row, column) of the same place in a training image, whose patch grid may differ.
+
+        Args:
+            item: the image.
+            patch: (row, column) of the image's patch.
+            name: name of the training image.
+        """
         good = self._image(name)
         if good is None:
             return patch
@@ -362,7 +395,7 @@ class GoodImages:
         return [name for name, item in self._loaded.items() if item is None]
 
     def _image(self, name: str) -> NetworkInput | None:
-        """A training image in its part's coordinates; None where no file is that image."""
+        """A training image by name, in its part's coordinates; None where no file is that image."""
         if name not in self._loaded:
             self._loaded[name] = None
             if sample := self._files.find(name):
@@ -379,7 +412,7 @@ class GoodImages:
         return embeddings[patch[0] % height, patch[1] % width]
 
     def _grid(self, item: NetworkInput) -> tuple[int, int]:
-        """(h, w) of the patch grid, of the mosaic where there are tiles."""
+        """(h, w) of an image's patch grid; with tiles, of their mosaic."""
         rows, columns = item.view.axes
         height, width = self._grid_of((rows[0].size, columns[0].size))
         return height * len(rows), width * len(columns)
