@@ -23,18 +23,18 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
-WRITTEN_SECONDS = 0.5  # after which a file that hasn't changed is whole
-PAUSE_SECONDS = 1.0
+WRITTEN_SECONDS = 0.5  # after which a file that hasn't changed is taken to be complete
+PAUSE_SECONDS = 1.0  # between tries to reach the service
 
 
 def arriving(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Image files as they come, with their bytes; one that is written again comes again.
+    """Image files with their bytes, as they come; a file that is written again comes again.
 
-    A file is whole once its time and size have stayed the same between two looks. Only this
-    machine's clock counts: that of a share may be wrong.
+    A file is complete once its time and size have stayed the same between two looks. Their age is
+    measured by this machine's clock, because that of a share may be wrong.
     """
-    seen: dict[Path, tuple[object, float]] = {}  # state and since when; for ever once it was sent
-    told = ""
+    seen: dict[Path, tuple[object, float]] = {}  # state, and since when; infinity once it was sent
+    reported = ""
     while True:
         trouble, files = "", []
         try:
@@ -53,53 +53,60 @@ def arriving(folder: Path) -> Iterator[tuple[Path, bytes]]:
                         yield file, data
             except FileNotFoundError:  # renamed or taken away meanwhile
                 continue
-            except OSError as error:  # another program still has it
+            except OSError as error:  # another program still writes it
                 trouble = str(error)
-        if trouble and trouble != told:
+        if trouble and trouble != reported:
             print(f"{trouble}; trying again", file=sys.stderr)
-        told = trouble
+        reported = trouble
         time.sleep(0.1)
 
 
 def state_of(file: Path) -> tuple[int, int]:
-    """What changes when a file is written: its time and size."""
-    found = file.stat()
-    return found.st_mtime_ns, found.st_size
+    """Time and size of a file, which change when it is written."""
+    entry = file.stat()
+    return entry.st_mtime_ns, entry.st_size
 
 
 def score(file: Path, data: bytes, address: str) -> dict[str, Any]:
-    """The row of an image, for which a busy service is asked again and again."""
+    """The service's row about an image; a service that is busy or away is asked until it answers.
+
+    An image that can't be used has a row, too. Any other refusal ends the program.
+    """
     request = Request(f"{address}?name={quote(file.name)}", data)
     if token := os.environ.get("ANOMALY_TOKEN"):
         request.add_header("Authorization", f"Bearer {token}")
-    told = ""
+    reported = ""
     while True:
         try:
             with urlopen(request, timeout=90) as answer:
                 return dict(json.load(answer))
-        except HTTPError as refused:
+        except HTTPError as refusal:
             try:
-                said = json.load(refused)
-            except ValueError:  # of something between here and the service
-                said = {"detail": refused.reason}
-            if refused.code == 422:  # an image that can't be used has a row, too
-                return dict(said)
-            if refused.code < 500:
-                sys.exit(f"{address} refuses {file}: {refused.code}, {said['detail']}")
-            why = said["detail"]
+                body = json.load(refusal)
+            except ValueError:  # a proxy has answered, not the service
+                body = {"detail": refusal.reason}
+            if refusal.code == 422:
+                return dict(body)
+            if refusal.code < 500:
+                sys.exit(f"{address} refuses {file}: {refusal.code}, {body['detail']}")
+            trouble = body["detail"]
         except (OSError, HTTPException):
-            why = "it isn't reached"
-        if why != told:
-            print(f"{address}: {why}; trying again", file=sys.stderr)
-            told = why
+            trouble = "it isn't reached"
+        if trouble != reported:
+            print(f"{address}: {trouble}; trying again", file=sys.stderr)
+            reported = trouble
         time.sleep(PAUSE_SECONDS)
 
 
 def main(arguments: list[str]) -> None:
-    """Send, and print each verdict."""
+    """Send each image of a folder, and print its verdict.
+
+    Args:
+        arguments: the folder, and the address of a model's route.
+    """
     folder, address = Path(arguments[0]), arguments[1]
     if not folder.is_dir():
-        sys.exit(f"{folder} isn't a folder")
+        sys.exit(f"{folder} isn't a folder; give the folder that the camera writes to")
     for file, data in arriving(folder):
         row = score(file, data, address)
         print(f"{row['id']}  {file.name}  {row['verdict'] or row['status']}", flush=True)

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import date, datetime, time, timedelta
+from datetime import datetime, time, timedelta
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -111,9 +111,7 @@ def _moment(text: str, option: str, through: timedelta = timedelta()) -> datetim
         moment = datetime.fromisoformat(text)
         if not 2000 <= moment.year < 3000:
             raise ValueError(text)
-        with suppress(ValueError):
-            return datetime.combine(date.fromisoformat(text), time()) + through
-        return moment
+        return moment + through if len(text) <= len("2026-11-27") else moment
     except ValueError:
         raise AnomalyError(
             f"{option} {text} is no date or time; write 2026-11-27, or '2026-11-27 06:00'"

@@ -27,7 +27,7 @@ from anomaly.line.service import InspectionService
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
-MOST_AT_ONCE = 256  # requests in progress; health and figures are always answered
+_MOST_AT_ONCE = 256  # requests in progress; health and figures are always answered
 _IDLE_SECONDS = 15  # for which a connection stays open for the next request
 _HEAD_BYTES = 32768  # limit for a request's line and headers
 _IMAGE_BYTES = 256_000_000  # limit for one image file
@@ -135,6 +135,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _leave_slow_clients(self) -> None:
+        """Close the connections whose clients haven't taken their answers."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -157,26 +158,26 @@ class Guard:
         self._app = app
         self._token = token
         self._service = service
-        self._at_work = 0
+        self._in_progress = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, or refuse it; the ASGI protocol."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         admitted, pieces = False, list[bytes]()
 
-        async def answer(message: Any) -> None:
+        async def answer(message: Any) -> None:  # with headers for a browser's safety
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*(_SAFE | dict(message["headers"])).items()]}
             await send(message)
 
-        self._at_work += 1
+        self._in_progress += 1
         try:
             self._admit(scope, headers)
             admitted = True
             await self._read(scope, headers, receive, pieces)
             whole = iter([{"type": "http.request", "body": pieces[0]}])
 
-            async def receive_whole() -> Any:
+            async def receive_whole() -> Any:  # then only the client's end can come
                 return next(whole, None) or await receive()
 
             await self._app(scope, receive_whole, answer)
@@ -193,7 +194,7 @@ class Guard:
         except ClientDisconnect:
             pass
         finally:
-            self._at_work -= 1
+            self._in_progress -= 1
             self._service.held -= sum(map(len, pieces))
 
     def _admit(self, scope: Any, headers: Mapping[bytes, str]) -> None:
@@ -203,7 +204,7 @@ class Guard:
             HTTPException: 401, 403 or 503.
         """
         host = headers.get(b"host", "")
-        if not self._token and not is_loopback(_netloc(f"//{host}")[1]):
+        if not self._token and not is_loopback(_hostname(host)):
             raise HTTPException(403, "without a token only this machine may ask, as localhost")
         if _is_of_another_site(scope, headers, host):
             raise HTTPException(403, "requests from pages of other sites are refused")
@@ -212,7 +213,7 @@ class Guard:
         if not known and scope["path"] not in _OPEN:
             ask = {"WWW-Authenticate": 'Basic realm="anomaly", charset="UTF-8"'}
             raise HTTPException(401, "the token is missing or wrong", ask)
-        if self._at_work > MOST_AT_ONCE and scope["path"] not in _ALWAYS:
+        if self._in_progress > _MOST_AT_ONCE and scope["path"] not in _ALWAYS:
             raise _busy("too many requests are in progress")
 
     async def _read(
@@ -221,10 +222,10 @@ class Guard:
         """Receive a request's body as one piece, which counts as held from its first bytes on.
 
         Args:
-            scope: the request's, by ASGI.
-            headers: the request's.
-            receive: the request's, by ASGI.
-            pieces: empty; gets the body, also the part that came before an error.
+            scope: method and path of the request.
+            headers: headers of the request by lower-case name.
+            receive: gives the next piece of the body; the ASGI protocol.
+            pieces: an empty list that gets the body, or the pieces received before an error.
 
         Raises:
             HTTPException: 408, 413 or 503: the body is too slow, too long, or too many bytes are
@@ -287,16 +288,15 @@ def _is_of_another_site(scope: Any, headers: Mapping[bytes, str], host: str) -> 
         return site not in ("same-origin", "none") and not link
     origin = headers.get(b"origin")
     own = _PAGE_HEADER in headers or scope["path"].endswith(".js")
-    return origin is not None and _netloc(origin)[0] != host and not own
+    return origin is not None and origin.partition("://")[2] != host and not own
 
 
-def _netloc(address: str) -> tuple[str, str]:
-    """Host with port, and host alone, of an address; empty if it is invalid."""
+def _hostname(host: str) -> str:
+    """The name or address in a `Host` header, without its port; empty if the header is invalid."""
     try:
-        parts = urlsplit(address)
-        return parts.netloc, parts.hostname or ""
+        return urlsplit(f"//{host}").hostname or ""
     except ValueError:
-        return "", ""
+        return ""
 
 
 def is_loopback(host: str) -> bool:

@@ -289,7 +289,7 @@ def test_who_only_connects_keeps_nobody_out(guarded: Served, proxied: int) -> No
 
 
 def test_few_may_ask_at_a_time_but_health(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_AT_ONCE", 5)
+    monkeypatch.setattr(server, "_MOST_AT_ONCE", 5)
     head = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n".encode()
     with ExitStack() as clients:
         for _ in range(5):
