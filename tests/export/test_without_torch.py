@@ -14,13 +14,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, Command
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kit import table
 
 from anomaly.config.schema import METHODS, Method
 from anomaly.errors import ModelError
-from anomaly.methods.patchcore.search import NearestNeighbors
 from anomaly.scoring.build import scorer_of
 from anomaly.scoring.model import image_scores, network_map
 from anomaly.storage.models import load_model
@@ -133,33 +130,6 @@ def test_what_needs_torch_says_so(run_folder: Path, product: Path, bare: Bare) -
         assert done.returncode == 2, done.stdout + done.stderr
         assert "pip install 'anomaly[train]'" in done.stderr
         assert "Traceback" not in done.stderr
-
-
-@given(
-    count=st.sampled_from([1, 3, 40, 1500]),
-    k=st.integers(1, 4),
-    dimensions=st.sampled_from([2, 30, 210]),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=20)
-def test_search_is_torchs_also_for_what_is_like_nothing(
-    count: int, k: int, dimensions: int, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    leading = rng.normal(size=(8, dimensions)) * 5
-    bank = rng.normal(size=(count, 8)) @ leading + rng.normal(size=(count, dimensions)) + 40
-    bank = bank.astype(np.float32)
-    bank[-1] = bank[0]  # a tie
-    near = bank[rng.integers(0, count, 50)] + rng.normal(size=(50, dimensions))
-    far = rng.normal(size=(9, dimensions)) * 200
-    queries = np.concatenate([bank[:5], near, far]).astype(np.float32)
-    queries[-1] = np.nan
-    distances, nearest = NearestNeighbors(bank).search(queries, k)
-    expected, _ = NearestNeighbors(torch.from_numpy(bank)).search(torch.from_numpy(queries), k)
-    np.testing.assert_allclose(distances, expected, rtol=1e-5, atol=1e-5)
-    assert np.isnan(distances).any(axis=1).tolist() == [False] * (len(queries) - 1) + [True]
-    named = np.linalg.norm(bank[nearest] - queries[:, None], axis=2)
-    np.testing.assert_allclose(named, distances, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("folder", ["run_folder", "padim_folder"])

@@ -19,12 +19,24 @@ from torch import Tensor
 from anomaly.methods.patchcore import search as searching
 from anomaly.methods.patchcore.search import ExactIndex, NearestNeighbors
 
-# By a product of all dimensions, by a screen, by faiss.
-EXACT = ["product", "screen", "faiss"]
+# By a product of all dimensions, by a screen, by faiss, in arrays where torch isn't installed.
+EXACT = ["product", "screen", "faiss", "arrays"]
 
 
-def neighbours(bank: Tensor, way: str) -> NearestNeighbors:
+class Arrays:
+    """The search in arrays, for tensors."""
+
+    def __init__(self, bank: Tensor) -> None:
+        self._search = NearestNeighbors(bank.numpy()).search
+
+    def search(self, queries: Tensor, k: int = 1) -> tuple[Tensor, ...]:
+        return tuple(map(torch.from_numpy, self._search(queries.numpy(), k)))
+
+
+def neighbours(bank: Tensor, way: str) -> NearestNeighbors | Arrays:
     """The search of a bank in one of the ways in `EXACT`."""
+    if way == "arrays":
+        return Arrays(bank)
     if way == "faiss":
         return NearestNeighbors(bank, "faiss")
     return NearestNeighbors(bank, index=ExactIndex(bank, way == "screen"))
