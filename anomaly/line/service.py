@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -443,6 +443,22 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
     @app.get("/v1/news", summary="A number that changes with each new part and judgement")
     async def news() -> dict[str, int]:
         return {"news": service.news}
+
+    @app.get("/v1/events", summary="That number as server-sent events, each time it changes")
+    async def events() -> StreamingResponse:
+        # nginx otherwise holds events back until it has 4 kB of them.
+        at_once = {"X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(service), media_type="text/event-stream", headers=at_once)
+
+
+async def _events(service: InspectionService) -> AsyncIterator[str]:
+    """The service's `news` as server-sent events."""
+    sent = 0
+    while not service.stopping:
+        if service.news != sent:
+            sent = service.news
+            yield f"data: {sent}\n\n"
+        await asyncio.sleep(0.5)
 
 
 def _picture(number: int, picture: bytes | None) -> Response:
