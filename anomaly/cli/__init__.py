@@ -55,7 +55,7 @@ def _main(arguments: list[str]) -> int:
     with log_to_terminal(quiet=options.quiet, verbose=options.verbose):
         try:
             with Stopping(politely=False):
-                code = _run(options)
+                code = _run_of(options.command)(options)
         except Exception as error:
             code = _report_error(error, options.command)
         except KeyboardInterrupt as stop:
@@ -126,35 +126,7 @@ def execute(arguments: Sequence[str], **more: object) -> int:
     log.info("\n$ anomaly %s", command_line(arguments))
     options = _parse(arguments)
     vars(options).update(more)
-    return _run(options)
-
-
-def _run(options: argparse.Namespace) -> int:
-    """Run a parsed command; returns its exit code."""
-    _check_paths(options)
     return _run_of(options.command)(options)
-
-
-def _check_paths(options: argparse.Namespace) -> None:
-    """Refuse an impossible --model or --config before torch is imported, which takes seconds.
-
-    Where several models are named, the command refuses a wrong one and goes on with the others.
-    """
-    # Imported in the branches, so that a refusal doesn't wait for imports that it doesn't need.
-    model, config = (getattr(options, name, None) for name in ("model", "config"))
-    if isinstance(model, list):
-        model = model[0] if len(model) == 1 else None
-    if model is not None:
-        from anomaly.storage.folder import find_model, find_runs
-
-        several = options.command == "evaluate" and not (
-            options.good or options.defects or options.golden
-        )
-        find_runs(model) if several else find_model(model)
-    if isinstance(config, str):
-        from anomaly.config.load import load_config
-
-        load_config(config, options.overrides)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

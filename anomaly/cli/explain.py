@@ -74,22 +74,21 @@ def _keep(model: Path, image: Path, verdict: str) -> None:
 
 def run_layers(options: argparse.Namespace) -> int:
     """Print the tree of a network's layers as a table."""
+    if options.input_size < 1:
+        raise AnomalyError(f"--input-size is {options.input_size}; it must be 1 or more")
+    name, hooked = options.backbone, dict[str, str]()
+    if options.model is not None:
+        folder = find_model(options.model)
+        name = config_in(folder).backbone.name
+        hooked = dict.fromkeys(read_manifest(folder)["backbone"]["layers"], "hooked")
+    # Imported only now: torch takes seconds, and refusals don't need it.
     from anomaly.backbones.layers import default_layers, layer_table
     from anomaly.backbones.networks import build
 
-    if options.input_size < 1:
-        raise AnomalyError(f"--input-size is {options.input_size}; it must be 1 or more")
-    hooked: dict[str, str] = {}
+    network = build(name)
     if options.model is None:
-        name = options.backbone
-        network = build(name)
         with suppress(ConfigError):  # a network without defaults
             hooked = _hooked_by_default(default_layers(name, network, 3))
-    else:
-        folder = find_model(options.model)
-        name = config_in(folder).backbone.name
-        network = build(name)
-        hooked = dict.fromkeys(read_manifest(folder)["backbone"]["layers"], "hooked")
     table = layer_table(network, options.input_size)
     print("\n".join(text_table([_COLUMNS, *(_row(x, hooked) for x in table)], left=(0, 1, 2, 7))))
     print(_summary(name, options.input_size, table, hooked, options.model is not None))

@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 def run_infer(options: argparse.Namespace) -> int:
     """Score the images of --input, or with --watch those that arrive there."""
+    find_model(options.model)  # refused before torch is imported
     if options.watch:
         _check_watch(options)
     kinds = frozenset(options.write or ("heatmaps", "page")) - {"none"}
@@ -101,7 +102,14 @@ def run_infer(options: argparse.Namespace) -> int:
 def _score_list(
     options: argparse.Namespace, inputs: Images, journal: RunJournal, run: Run
 ) -> int | None:
-    """Score listed images; the exit code, or None where a signal has stopped the command."""
+    """Score a list of images; returns the exit code, or None if a signal has stopped the command.
+
+    Args:
+        options: the command's options.
+        inputs: the images, from --input.
+        journal: the run's record.
+        run: the run that scores the images.
+    """
     total = len(inputs.paths)
     with resumable(lambda: f"{len(journal.done)} of {total} images are"):
         with journal, ProgressLine() as progress:
@@ -134,7 +142,7 @@ def _score_list(
 
 
 def _page(options: argparse.Namespace, run: Run, rows: Iterable[Row]) -> str:
-    """Write results.html if --write has `page`; a phrase that names the file."""
+    """Write results.html if --write has `page`; returns a phrase that names it, or nothing."""
     if "page" not in run.outputs.kinds:
         return ""
     named = ", ".join(map(str, options.input))
@@ -146,7 +154,13 @@ def _page(options: argparse.Namespace, run: Run, rows: Iterable[Row]) -> str:
 
 
 def _difference(tally: Tally, model: Model, folder: Path) -> str:
-    """A warning if more or fewer images are flagged than promised; empty otherwise."""
+    """A warning if more or fewer images are flagged than promised; empty otherwise.
+
+    Args:
+        tally: numbers of images by verdict.
+        model: the model that has scored them.
+        folder: the model's folder, for the command in the warning.
+    """
     if model.thresholds is None:
         return ""
     promised = model.thresholds.to_review.false_rejects
@@ -155,7 +169,7 @@ def _difference(tally: Tally, model: Model, folder: Path) -> str:
 
 
 def _print_escapes(model: Model, folder: Path) -> None:
-    """Print the number of defects that passed in the newest evaluation in the model's run."""
+    """Print how many defects passed in the newest evaluation that lies in the model's run."""
     if model.thresholds is None:
         return
     files = find_model(folder).parent.glob("*/scores.csv")
@@ -213,6 +227,12 @@ class _RowPrinter:
 
 def _watch(options: argparse.Namespace, journal: WatchJournal, run: Run, tally: Tally) -> int:
     """Score arriving images until a signal comes; returns the exit code.
+
+    Args:
+        options: the command's options.
+        journal: the run's record, and the tables that grow with it.
+        run: the run that scores the images.
+        tally: numbers of images by verdict, counted as they arrive.
 
     Raises:
         OutputError: a result can't be written; earlier ones are kept.

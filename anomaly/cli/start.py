@@ -33,12 +33,13 @@ from anomaly.storage.folder import check_run_folder
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 5  # files of a fault, where `start` looks
+_SHOWN = 5  # files that `start` names for each kind of fault
+# The demo's data set, and the built-in config that names it.
 _DATA, _CONFIG = Path("data/sample/brushed_plate"), Path("sample_brushed_plate.yaml")
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Check a data set, or draw the region that counts.
+    """Check a data set, or with --region open a page to draw the region to inspect.
 
     Returns:
         0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
@@ -74,7 +75,7 @@ def _open(page: Path) -> None:
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    """Generate, train, infer, evaluate; what an earlier demo left behind is replaced."""
+    """Generate sample images, train on them, infer and evaluate; earlier results are replaced."""
     model, evaluation = options.output / "plate", options.output / "evaluation"
     results = model / "results"
     with locked(_DATA.parent), ProgressLine() as progress:
@@ -109,7 +110,8 @@ def run_start(options: argparse.Namespace) -> int:
         source, dataset, report = _prepare(options, settings, output, config)
         given = ["--config", str(config), *set_again]
         log.info("\n$ anomaly %s", command_line(["check", *given]))
-        train = ["train", *given, "--output", str(output), *_show_faults(dataset, report), *common]
+        single = _show_faults(dataset, report)
+        train = ["train", *given, "--output", str(output), *single, *common]
         code = execute(train, reported={fault.detail for fault in report.faults})
         if code not in (0, 3):  # 3: trained without some unusable images
             return code
@@ -267,7 +269,10 @@ def _tileable(settings: Config) -> bool:
 
 
 def _show_faults(dataset: Dataset, report: DataReport) -> list[str]:
-    """Print the faults of a data set; the options that training needs for it.
+    """Print the faults of a data set.
+
+    Returns:
+        The option without which training on a single image would be refused; else none.
 
     Raises:
         DataError: a picture has two labels: training or evaluation would be refused.

@@ -94,18 +94,15 @@ class _Plain:
         return getattr(self.shown, name)
 
 
-class _PlainLines(logging.Formatter):
-    """Records as plain text, in which a line break in a name can't forge another message.
+class _Lines(logging.Formatter):
+    """Log records as lines of text; a line break in a name can't forge another message.
 
-    Only line breaks before an indented line, as in the program's own messages, stay.
+    Line breaks stay only before an indented line, as in the program's own messages.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         record.message = re.sub(r"(?<!^)\n(?!  )", r"\\n", record.message)
         return super().formatMessage(record)
-
-    def format(self, record: logging.LogRecord) -> str:
-        return _plain(super().format(record))
 
 
 @contextmanager
@@ -113,7 +110,7 @@ def log_to_terminal(*, quiet: bool = False, verbose: bool = False) -> Iterator[N
     """Show log records of the `with` block on the terminal."""
     own = logging.getLogger("anomaly")
     level, handler = own.level, _Terminal()
-    handler.setFormatter(_PlainLines())
+    handler.setFormatter(_Lines())
     handler.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
     own.setLevel(min(handler.level, logging.INFO))
     logging.root.addHandler(handler)
@@ -124,7 +121,7 @@ def log_to_terminal(*, quiet: bool = False, verbose: bool = False) -> Iterator[N
         own.setLevel(level)
 
 
-def is_quiet() -> bool:
+def _is_quiet() -> bool:
     """True if only results and errors are shown."""
     shown = [h.level for h in logging.root.handlers if isinstance(h, _Terminal)]
     return bool(shown) and min(shown) >= logging.ERROR
@@ -135,7 +132,7 @@ class _Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stdout if record.levelno == logging.INFO else sys.stderr
-        text = self.format(record)
+        text = _plain(self.format(record))
         if record.levelno >= NOTE:
             text = f"{_NAMES.get(record.levelno, 'error')}: {text}"
         if stream is sys.stderr and stream.isatty():
@@ -165,16 +162,16 @@ _PLAIN_SECONDS = 30.0  # between two lines of progress where stderr is no termin
 
 
 class ProgressLine:
-    """Shows done, total, rate and the time left on stderr.
+    """Shows the progress of a stage on stderr: done, total, rate and the time left.
 
-    On a terminal one line changes as the work goes on; elsewhere, as in a log, a plain line is
-    added every half minute. Where only results and errors are wanted there is neither.
+    On a terminal one line changes as the work goes on. Elsewhere, as in a log, a line is added
+    every half minute. With --quiet nothing is shown.
 
-    Used in a `with` statement; call it with (stage, done, total).
+    Use it in a `with` statement, and call it with (stage, done, total).
     """
 
     def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty() and not is_quiet()
+        self._terminal = sys.stderr.isatty() and not _is_quiet()
         self._stage = ""
         self._done = self._total = 0
         self._started = self._shown = 0.0
@@ -202,17 +199,14 @@ class ProgressLine:
             print(f"\r  {self._text()}\x1b[K", end="", file=stream, flush=True)
 
     def _text(self) -> str:
-        seconds = time.monotonic() - self._started
         text = f"{self._stage}: {self._done} of {self._total}"
         if self._done >= self._total:
             return f"{text}, finishing"
-        rate = self._done / seconds if seconds > 0.2 else 0.0
-        left = (
-            f", {rate:.1f} a second, {_time_left((self._total - self._done) / rate)}"
-            if rate
-            else ""
-        )
-        return text + left
+        seconds = time.monotonic() - self._started
+        if seconds <= 0.2 or not self._done:  # too early to tell the rate
+            return text
+        rate = self._done / seconds
+        return f"{text}, {rate:.1f} a second, {_time_left((self._total - self._done) / rate)}"
 
     def _end_stage(self) -> None:
         if self._stage:
