@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,22 +20,14 @@ SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\(([\w/]+\.py)\)")
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before, state = torch.get_num_threads(), torch.get_rng_state()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-    torch.set_rng_state(state)
-
-
-@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(
     "script", [pytest.param(s, marks=[] if s in QUICK else pytest.mark.slow) for s in SCRIPTS]
 )
 def test_every_script_runs(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(DOCS / script), run_name="__main__")
+    torch.set_num_threads(2)  # as many as before afterwards, see tests/conftest.py
+    with torch.random.fork_rng():
+        runpy.run_path(str(DOCS / script), run_name="__main__")
 
 
 def sections(page: Path) -> list[tuple[str, list[str], list[str]]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RUNS, Command, train_arguments, write_part
+from conftest import RUNS, Command, run_command, train_arguments, write_part
 from kit import table
 
 import anomaly
@@ -31,16 +31,14 @@ SETTINGS = {
 }
 
 
-def on_gpu(command: Command, name: str, *arguments: object) -> str:
-    code, out, err = command(name, [*arguments, "--device", DEVICE])
+def on_gpu(command: Command, name: str, *arguments: object, device: str = DEVICE) -> None:
+    code, _, err = command(name, [*arguments, "--device", device])
     assert code == 0, err
-    return out
 
 
 def scored(command: Command, model: Path, images: Path, output: Path, device: str) -> None:
-    options = ["--model", model, "--input", images, "--output", output, "--device", device]
-    code, _, err = command("infer", options)
-    assert code == 0, err
+    options = ["--model", model, "--input", images, "--output", output]
+    on_gpu(command, "infer", *options, device=device)
 
 
 def agree_on_both(command: Command, model: Path, images: Path, folder: Path) -> None:
@@ -74,15 +72,16 @@ def test_models_of_the_processor_go_on_on_a_gpu(
     good = tmp_path / "good"
     for i in range(6):
         write_part(good / f"{i}.png", seed=300 + i)
-    on_gpu(command, "calibrate", "--model", run, "--good", good, "--yes")
-    on_gpu(command, "update", "--model", run, "--good", good, "--output", tmp_path / "next")
+    learned = ["--model", run, "--good", good]  # on the GPU by themselves
+    run_command("calibrate", [*learned, "--yes"])
+    run_command("update", [*learned, "--output", tmp_path / "next"])
     scored(command, tmp_path / "next", product / "test", tmp_path / "after", DEVICE)
 
 
 def test_explanations_come_from_the_gpu(run_folder: Path, product: Path) -> None:
-    images = [product / "test" / "spot" / "000.png"]
+    image = product / "test" / "spot" / "000.png"
     found, expected = (
-        anomaly.load(run_folder, device=device).explain(images[0]) for device in (DEVICE, "cpu")
+        anomaly.load(run_folder, device=device).explain(image) for device in (DEVICE, "cpu")
     )
     assert found.prediction.score == pytest.approx(expected.prediction.score, rel=3e-3)
 
