@@ -15,14 +15,8 @@ from conftest import FAST, MadeOnce, run_command, write_product
 from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand, thresholds_from
 from anomaly.datasets.layouts import open_dataset
 from anomaly.datasets.samples import Sample
-from anomaly.desk.advice import (
-    Run,
-    Weakness,
-    evaluation_weaknesses,
-    review_rates,
-    training_weaknesses,
-    weakness_lines,
-)
+from anomaly.desk import advice
+from anomaly.desk.advice import Run, Weakness, review_rates, training_weaknesses
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics import Metrics
 from anomaly.report.report import evaluated
@@ -86,7 +80,7 @@ def evaluation(run: Run, images: Sequence[Scored]) -> Evaluation:
 
 
 def of_images(run: Run, images: Sequence[Scored]) -> tuple[Weakness, ...]:
-    return evaluation_weaknesses(run, evaluation(run, images))
+    return advice.evaluation_weaknesses(run, evaluation(run, images))
 
 
 def test_a_good_model_gets_no_advice(run: Run, tmp_path: Path) -> None:
@@ -94,7 +88,7 @@ def test_a_good_model_gets_no_advice(run: Run, tmp_path: Path) -> None:
     bad = scored(run, write(tmp_path / "bad", scratched, range(200, 212)), "scratch")
     assert of_images(run, [*good, *bad]) == ()
     assert training_weaknesses(run) == ()
-    assert weakness_lines([]) == []
+    assert advice.weakness_lines([]) == []
 
 
 def test_good_parts_that_are_flagged(run: Run, tmp_path: Path) -> None:
@@ -120,7 +114,7 @@ def test_defects_that_pass(run: Run) -> None:
     why = ["anomaly", "explain", "0.png", "--model", str(run.folder)]
     for of, among in ((tuned, missed), (run, missed[:3])):  # three are too few to tune with
         assert shlex.split(of_images(of, among)[0].command) == why
-    assert len(weakness_lines([first] * 4)) == 3
+    assert len(advice.weakness_lines([first] * 4)) == 3
 
 
 def test_patches_too_coarse_for_the_defects(run_folder: Path, tmp_path: Path) -> None:

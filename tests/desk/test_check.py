@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, Command, write_part, write_product
-from kit import touch
+from kit import tiny, touch
 from PIL import Image as Pillow
 
 import anomaly
@@ -144,10 +144,7 @@ def test_twelve_bits_in_files_of_sixteen(tmp_path: Path, caplog: pytest.LogCaptu
     assert kinds == {"unsupported": 20, "too_few_images": 1}
     for declared in (None, 12):  # training says the same
         caplog.clear()
-        settings = {
-            "backbone": {"name": "tiny", "weights": "random"},
-            "image": {"area": 64, "bit_depth": declared},
-        }
+        settings = tiny(image={"area": 64, "bit_depth": declared})
         files = [sample.path for sample in dataset.train[:3]]
         anomaly.fit(files, settings, device="cpu", calibrate=False)
         assert (fault.detail in caplog.text) == (declared is None)
@@ -193,13 +190,6 @@ def test_a_good_image_with_a_mask_is_wrong(tmp_path: Path) -> None:
     assert (fault.kind, fault.severity) == ("mask_on_good", Severity.WRONG)
 
 
-SETTINGS = {
-    "backbone": {"name": "tiny", "weights": "random"},
-    "image": {"area": 64},
-    "precision": "fp32",
-}
-
-
 def _check(dataset: Dataset) -> DataReport:
     return check(dataset, Reading())
 
@@ -243,7 +233,7 @@ def _refused_by_evaluate(run_folder: Path, folder: Path, kind: str) -> Fault:
 
 
 def _refused_by_fit(dataset: Dataset, kind: str) -> Fault:
-    return _refused(dataset, kind, lambda: anomaly.fit(dataset, SETTINGS, device="cpu"))
+    return _refused(dataset, kind, lambda: anomaly.fit(dataset, tiny(), device="cpu"))
 
 
 def test_one_picture_as_good_and_as_a_defect_in_the_test_split(
@@ -322,7 +312,7 @@ def test_near_copies_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert fault.severity is Severity.NOTE
     assert "6 of 13 training images are near copies" in fault.detail
     assert "which leaves 7 different images" in fault.detail
-    anomaly.fit(dataset, SETTINGS, device="cpu", calibrate=False)
+    anomaly.fit(dataset, tiny(), device="cpu", calibrate=False)
     assert fault.detail in caplog.text
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,7 +67,6 @@ def test_a_score_a_verdict_and_a_file_have_moved(golden: Path, check: Check) -> 
         assert moved in said
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no name there has a colon")
 def test_a_name_with_a_colon_counts_once_it_has_moved(tmp_path: Path, check: Check) -> None:
     part = tmp_path / "colon" / "12:30.png"
     write_part(part, seed=101)

@@ -6,7 +6,9 @@ The policy of pages is tested in tests/report/test_report_browser.py.
 import base64
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -49,6 +51,12 @@ def test_folder_names_are_plain(name: str) -> None:
     folder = folder_name(name)
     assert re.fullmatch(r"[\w.-]+", folder)
     assert not folder.startswith(".")
+
+
+def test_commands_name_the_run_from_anywhere_and_no_export() -> None:
+    about = case(4, thresholds=limits()).about
+    assert about.run == Path("runs/my disc").absolute()
+    assert replace(about, engine="onnx").run is None
 
 
 def test_figures_of_several_categories_are_averaged() -> None:
