@@ -417,6 +417,7 @@ class _Convolution(nn.Module):
         self._activation = _ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
+        """The activated convolution of a map (B, C, h, w)."""
         name, values = self._activation
         run = torch.ops.mkldnn._convolution_pointwise
         result: Tensor = run(x, self.weight, self.bias, *self._geometry, name, values, "")

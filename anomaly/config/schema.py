@@ -70,6 +70,8 @@ Size = Annotated[int, Field(ge=32, le=8192)]
 
 
 class _Section(BaseModel):
+    """A section of the settings, which can't be changed; an unknown key is an error."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -102,7 +103,8 @@ class Capture:
         self._reset()
         self._handles += refuse_compiled(self._model, self._modules.values())
         for path, module in self._modules.items():
-            self._handles.append(module.register_forward_hook(Attached(self._hook(path))))
+            hook = Attached(partial(self._record, path))
+            self._handles.append(module.register_forward_hook(hook))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -178,33 +180,36 @@ class Capture:
         self._pending = set(self._modules)
         self._calls = {path: deque(maxlen=self._kept_calls) for path in self._modules}
 
-    def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], Any]:
-        """The forward hook of a layer, which keeps its output and may end the pass."""
+    def _record(self, path: str, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """The forward hook of a layer: keeps its output, and ends the pass after the last layer.
 
-        def record(module: nn.Module, inputs: Any, output: Any) -> Any:
-            if threading.get_ident() != self._thread:  # another thread runs the shared network
-                return None
-            self._pending.discard(path)
-            last = self._stop and not self._pending
-            call = [self._keep(name, tensor) for name, tensor in named_tensors(output, path)]
-            if not call:
-                refuse_hidden(repr(path), output)
-                raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
-            self._calls[path].append(call)
-            # Unasked, no size is read: a traced tensor's isn't known.
-            if self._max_bytes is not None:
-                self._check_memory(self._max_bytes)
-            if last and not self._running:
-                raise LayerError(
-                    "the network was called itself, and stop=True ends only passes that the "
-                    "capture runs: call captured.run(...) instead"
-                )
-            if last:
-                raise _Stopped(self)
-            # A layer behind that works in place then changes the clone, not the captured tensor.
-            return map_tensors(Tensor.clone, output) if self._grad else None
+        Returns:
+            With `grad`, a copy of the output for the layers behind; else None.
 
-        return record
+        Raises:
+            LayerError: the output holds no tensor, is too large, or can't be kept as asked.
+        """
+        if threading.get_ident() != self._thread:  # another thread runs the shared network
+            return None
+        self._pending.discard(path)
+        last = self._stop and not self._pending
+        call = [self._keep(name, tensor) for name, tensor in named_tensors(output, path)]
+        if not call:
+            refuse_hidden(repr(path), output)
+            raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
+        self._calls[path].append(call)
+        # Unasked, no size is read: a traced tensor's isn't known.
+        if self._max_bytes is not None:
+            self._check_memory(self._max_bytes)
+        if last and not self._running:
+            raise LayerError(
+                "the network was called itself, and stop=True ends only passes that the "
+                "capture runs: call captured.run(...) instead"
+            )
+        if last:
+            raise _Stopped(self)
+        # A layer behind that works in place then changes the clone, not the captured tensor.
+        return map_tensors(Tensor.clone, output) if self._grad else None
 
     def _keep(self, name: str, tensor: Tensor) -> _Kept:
         """An output's tensor as it is kept: detached, copied and converted as the options say."""

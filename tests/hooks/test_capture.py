@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-import warnings
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -299,7 +298,7 @@ def test_forward_passes_of_other_threads_are_not_heard() -> None:
             captured.pop()
 
 
-def test_compiled_scripted_and_replicated_networks_are_refused_with_a_reason() -> None:
+def test_compiled_and_replicated_networks_are_refused_with_a_reason() -> None:
     network = build(["conv", "relu"])
     compiled = torch.compile(network)
     with pytest.raises(LayerError, match="is compiled"):
@@ -309,11 +308,6 @@ def test_compiled_scripted_and_replicated_networks_are_refused_with_a_reason() -
     capture(inner, "0")
     with pytest.raises(LayerError, match="layer '1' of Sequential is compiled"):
         capture(inner, "1.0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TorchScript is on its way out
-        scripted = torch.jit.script(network)
-    with pytest.raises(LayerError, match="is scripted"):
-        capture(scripted, "0")
     parallel = nn.DataParallel(network)
     parallel.device_ids = [0, 1]
     with pytest.raises(LayerError, match="copied to 2 GPUs"):

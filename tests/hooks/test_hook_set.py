@@ -4,8 +4,8 @@ import gc
 import warnings
 from collections import OrderedDict
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,7 +133,7 @@ def test_forward_hooks_get_extra_arguments_and_replace_inputs_and_outputs() -> N
 
 
 class Scaled(nn.Module):
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, *, scale: Any = 1.0, note: str = "") -> Tensor:
         return x * scale
 
 
@@ -395,17 +395,16 @@ def test_a_hook_that_cannot_be_called_is_told_when_it_is_registered() -> None:
         return grad * factor
 
     with HookSet(model) as hooks:
-        says = r"two\(module, inputs\) can't be called as two\(module, inputs, output\): too many"
-        with pytest.raises(LayerError, match=says):
-            hooks.forward("[0]", two)
-        with pytest.raises(LayerError, match=r"two\(parameter\): missing"):
-            hooks.accumulated(model[0].weight, two)
-        with pytest.raises(LayerError, match=r"scaled\(grad\): missing .* 'factor'"):
-            hooks.tensor(model[0].weight, scaled)
-        with pytest.raises(LayerError, match=r"scaled\(grad, 2.0, factor=3.0\): multiple values"):
-            hooks.tensor(model[0].weight, scaled, 2.0, factor=3.0)
-        with pytest.raises(LayerError, match=r"grad_output\)"):
-            hooks.everywhere("backward", two)
+        weight = model[0].weight
+        for register, says in (
+            (lambda: hooks.forward("[0]", two), r"two\(module, inputs\) can't be called as two\(m"),
+            (lambda: hooks.accumulated(weight, two), r"two\(parameter\): missing"),
+            (lambda: hooks.tensor(weight, scaled), r"scaled\(grad\): missing .* 'factor'"),
+            (lambda: hooks.tensor(weight, scaled, 2.0, factor=3.0), r"3.0\): multiple"),
+            (lambda: hooks.everywhere("backward", two), r"grad_output\): too many"),
+        ):
+            with pytest.raises(LayerError, match=says):
+                register()
         assert live_hooks(model) == 0
         hooks.forward_pre("[0]", two)
         hooks.tensor(model[0].weight, torch.mul, 2.0)
@@ -436,19 +435,7 @@ def test_backward_hooks_reach_inside_nested_tuples() -> None:
 
 
 def test_backward_hooks_see_and_replace_gradients_of_keyword_inputs() -> None:
-    class Inner(nn.Module):
-        def forward(self, x: Tensor, *, factor: Tensor, name: str = "") -> Tensor:
-            return x * factor
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x: Tensor, factor: Tensor) -> Tensor:
-            return self.inner(x, factor=factor, name="a")
-
-    network, x, factor = Outer(), torch.tensor([2.0]), torch.tensor([3.0])
+    network, x, factor = nn.Sequential(Scaled()), torch.tensor([2.0]), torch.tensor([3.0])
     x.requires_grad_(), factor.requires_grad_()
     seen: list[tuple[Tensor, ...]] = []
 
@@ -457,25 +444,20 @@ def test_backward_hooks_see_and_replace_gradients_of_keyword_inputs() -> None:
         return tuple(2 * gradient for gradient in grad_input)
 
     with HookSet(network) as hooks:
-        hooks.backward("inner", double)
-        network(x, factor).backward()
+        hooks.backward("0", double)
+        network[0](x, scale=factor, note="a").backward()
     assert seen == [(torch.tensor([3.0]), torch.tensor([2.0]))]
     assert (x.grad, factor.grad) == (torch.tensor([6.0]), torch.tensor([4.0]))
 
 
-@dataclass
-class Answer:
-    logits: Tensor
-
-
 class Answering(nn.Module):
-    def forward(self, x: Tensor) -> Answer:
-        return Answer(x * 2)
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=x * 2)
 
 
 def test_an_output_whose_tensors_are_hidden_is_refused() -> None:
     network = nn.ModuleList([Answering()])
-    said = "puts out Answer, whose tensors aren't found: only tuples, lists and mappings"
+    said = "puts out SimpleNamespace, whose tensors aren't found: only tuples, lists and mappings"
     with HookSet(network) as hooks:
         hooks.backward("0", lambda module, grad_input, grad_output: None)
         with pytest.raises(LayerError, match=f"Answering {said}"):
@@ -504,7 +486,7 @@ def test_a_scripted_child_is_named_and_can_be_left_out() -> None:
     network = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Sequential(scripted), nn.ReLU())
     ran: list[nn.Module] = []
     with HookSet(network) as hooks:
-        with pytest.raises(LayerError, match=r"layer '1.0' of Sequential is ") as refused:
+        with pytest.raises(LayerError, match=r"layer '1.0' of Sequential is scripted") as refused:
             hooks.forward(nn.Module, lambda *_: None)
         assert live_hooks(network) == 0
         assert "; or name the other layers" in str(refused.value)
