@@ -293,15 +293,22 @@ def _resampled(
         smoothing: standard deviation of the Gaussian in network pixels.
         strip: rows of the original image.
     """
+    rows, columns = (
+        _blocks(patches, pieces, smoothing)
+        for patches, pieces in zip(values.shape, view.axes, strict=True)
+    )
+    if view.whole:  # the usual case, and the fastest: nothing is added up
+        ((_, _, down),), ((_, _, across),) = rows, columns
+        return np.asarray(down[strip] @ values @ across.T)
     start, stop, _ = strip.indices(view.source[0])
     wide = np.zeros((max(0, stop - start), values.shape[1]), np.float32)
-    for axis, patches, block in _blocks(values.shape[0], view.rows, smoothing):
+    for axis, patches, block in rows:
         first, last = max(start, axis.start), min(stop, axis.stop)
         if first < last:
             shown = block[first - axis.start : last - axis.start]
             wide[first - start : last - start] += shown @ values[patches]
     result = np.zeros((len(wide), view.source[1]), np.float32)
-    for axis, patches, block in _blocks(values.shape[1], view.columns, smoothing):
+    for axis, patches, block in columns:
         result[:, axis.start : axis.stop] += wide[:, patches] @ block.T
     return result
 
