@@ -125,6 +125,7 @@ class Pipeline:
                 drawn = []
 
     def _drawn(self, result: Prediction | UnusableImage) -> Future[Pictures | UnusableImage]:
+        """Have the image's decoding process draw its pictures."""
         if isinstance(result, Prediction):
             source, kinds, name = self.draw(result)
             return self.decoders.finish(
@@ -436,10 +437,11 @@ class Run:
             raise failure
 
     def _record(self, batch: Sequence[Drawn], inputs: Inputs) -> None:
-        """Record a batch; waits until its pictures are written or refused."""
+        """Record a batch, once its pictures are written or refused."""
         self.record.add([self._finished(drawn, inputs) for drawn in batch])
 
     def _finished(self, drawn: Drawn, inputs: Inputs) -> Finished:
+        """The rows of an image; waits until its pictures are written or refused."""
         result, pictures, i = drawn.result, drawn.pictures.result(), drawn.result.index
         path, heatmap = str(inputs.paths[i]), ""
         regions: tuple[RegionRow, ...] = ()

@@ -90,6 +90,7 @@ class TrainingSetup(ImageStages):
 
 
 def _image_stages(model: ImageStages) -> dict[str, Any]:
+    """The fields of `ImageStages`, from a setup for a model or from a model for a setup."""
     return {field.name: getattr(model, field.name) for field in fields(ImageStages)}
 
 
@@ -332,6 +333,7 @@ class CachedFeatures(PatchSet):
         return scores
 
     def _parts(self) -> Iterator[CachedFeatures]:
+        """The features of `_PART` images at a time, in ascending order."""
         used = [i for i in sorted(self.facts) if i in self.images]
         for first in range(0, len(used), _PART):
             yield self.only(frozenset(used[first : first + _PART]))
@@ -460,6 +462,7 @@ class _InFile(NamedTuple):
     device: torch.device
 
     def read(self, file: IO[bytes]) -> Tensor:
+        """The tensor, as it was written."""
         file.seek(self.offset)
         values = np.fromfile(file, np.uint8, math.prod(self.shape) * self.dtype.itemsize)
         tensor = torch.from_numpy(values).view(self.dtype)
@@ -510,12 +513,13 @@ class _Writer:
         room = sum(t.nbytes for t in kept) + self._project(patches)
         if not self.facts:  # the first batch tells how large all will be
             self._check_room(images, room)
-        for item, of_tile in zip(images, statistics, strict=True):
+        for item, tile_statistics in zip(images, statistics, strict=True):
             if item.index not in self.facts:
                 assert item.look is not None  # the decoders were asked for it
                 self.facts[item.index] = ImageFacts(item.sha256, item.layout, item.look)
             # A turned copy has the statistics of its image.
-            self.facts[item.index].add(height * width, None if item.turn else of_tile)
+            added = None if item.turn else tile_statistics
+            self.facts[item.index].add(height * width, added)
         self.file.write(tiles, kept)
         if len(self.facts) % _TRIMMED < len(images):
             release_memory()

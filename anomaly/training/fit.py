@@ -55,10 +55,10 @@ log = logging.getLogger(__name__)
 _TRIAL_IMAGES = 4  # images on which bf16 is compared with fp32
 _POSE_IMAGES = 400  # images from which the pose of parts is learned, at most
 _FOLDS = 10  # parts of the training images, each scored by a model of the other parts
-# Robust standard deviations of log scores by which an image stands out. They count as 2 % at least:
-# scores of images that are all but equal spread less, and none of them stands out.
-_FAR = 5.0
-_LEAST = 0.02
+_STANDS_OUT = 5.0  # robust standard deviations of log scores by which an image stands out
+# Least standard deviation, 2 %: scores of images that are all but equal spread less, and none of
+# them stands out.
+_LEAST_SPREAD = 0.02
 
 
 def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> TrainingSetup:
@@ -115,7 +115,7 @@ def check_smallest_defect(setup: TrainingSetup, sizes: Iterable[tuple[int, int]]
         sizes: (H0, W0) of the training images.
 
     Raises:
-        ConfigError: it is; the message gives the smallest area that can be measured.
+        ConfigError: the area is below a patch, or more than half of an image's inspected area.
     """
     area = smallest_area(setup.config)
     for size in sorted(set(sizes)):
@@ -129,8 +129,8 @@ def check_smallest_defect(setup: TrainingSetup, sizes: Iterable[tuple[int, int]]
         image = f"an image of {size[1]}×{size[0]}"
         if area > patches * height * width / 2:
             raise ConfigError(
-                f"model.smallest_defect is {area:.0f} pixels, more than half of what counts of "
-                f"{image} pixels; give a smaller area"
+                f"model.smallest_defect is {area:.0f} pixels, more than half of the inspected "
+                f"area of {image} pixels; give a smaller area"
             )
         if area < height * width * (1 - 1e-6):
             raise ConfigError(
@@ -154,11 +154,11 @@ def reference_of(config: Config, samples: Sequence[Sample]) -> Reference | None:
     read = partial(derive, grey_picture, decoding_of(image))
     pictures = list(read_all(read, [sample.source for sample in samples]))
     usable = [i for i, picture in enumerate(pictures) if isinstance(picture, np.ndarray)]
-    reference, middle = learn([pictures[i] for i in usable], rigid=image.align == "rigid")
+    reference, chosen = learn([pictures[i] for i in usable], rigid=image.align == "rigid")
     log.info(
         "all parts are brought into the pose of %s; image.region and image.ignore, if you set "
         "them, must be drawn on that image",
-        samples[usable[middle]].name,
+        samples[usable[chosen]].name,
     )
     return reference
 
@@ -188,11 +188,11 @@ class Training:
     """A trained model with the facts about its training.
 
     Attributes:
-        model: with thresholds, where they were wanted.
+        model: the trained model, with thresholds if these were wanted.
         images: numbers of the images learned from, ascending.
         seconds: duration of each stage, by its name.
         suspects: scores of the training images that look least like the others, the worst first;
-            empty where no thresholds were wanted.
+            empty if no thresholds were wanted.
         stand_out: scores of the images that stand out from all others, by name, the highest first,
             every copy listed. With `model.leave_out_suspects` the model hasn't learned them.
         refused: reasons why training images can't be used, by name.
@@ -280,9 +280,9 @@ def standing_out(good: GoodScores) -> dict[str, float]:
     scores = np.array(good.image)
     logarithms = np.log(np.maximum(scores, np.finfo(np.float32).tiny))
     away = logarithms - np.median(logarithms)
-    spread = 1.4826 * float(np.median(np.abs(away)))
+    limit = _STANDS_OUT * max(1.4826 * float(np.median(np.abs(away))), _LEAST_SPREAD)
     order = np.argsort(-scores, kind="stable").tolist()
-    return {good.names[i]: good.image[i] for i in order if away[i] > _FAR * max(spread, _LEAST)}
+    return {good.names[i]: good.image[i] for i in order if away[i] > limit}
 
 
 def good_scores(names: Sequence[str], scores: Iterable[HeldOutScores], source: str) -> GoodScores:
@@ -329,8 +329,8 @@ def cross_fit(
     """
     indices, pictures = sorted(samples), patches.pictures()
     groups = {i: group for i in indices if (group := samples[i].group)}
-    first_of: dict[str, int] = {}
-    originals = {i: first_of.setdefault(pictures[i], i) for i in indices}
+    first_with: dict[str, int] = {}
+    originals = {i: first_with.setdefault(pictures[i], i) for i in indices}
     distinct = sorted(set(originals.values()))
     units = len({groups.get(i, i) for i in distinct})
     known_groups = groups if units > 1 else {}  # a single group can't be held out as a whole
@@ -350,9 +350,14 @@ def cross_fit(
 def split(
     images: Sequence[int], groups: Mapping[int, str | int], folds: int = _FOLDS
 ) -> list[Fold]:
-    """Part images into at most `folds` folds of about equal size; a group stays whole.
+    """Part images into folds of about equal size; a group stays whole.
 
     Neighbours share a fold: pictures taken one after the other often show parts alike.
+
+    Args:
+        images: image numbers.
+        groups: the group of each image that has one.
+        folds: number of folds, at most.
 
     Raises:
         DataError: fewer than two images, or all are of one group.
@@ -520,10 +525,15 @@ def train(
 
 
 def _patch_pixels(features: CachedFeatures, stride: int) -> tuple[float, float]:
-    """Original pixels that one patch is high and wide."""
+    """Median height and width of one patch in original pixels.
+
+    Args:
+        features: features of the training images.
+        stride: network pixels from one patch to the next.
+    """
     axes = [[pieces[0] for pieces in view.axes] for view in features.views.values()]
     height, width = (
-        median(stride * axis.source / axis.resized for axis in of_all)
-        for of_all in zip(*axes, strict=True)
+        median(stride * axis.source / axis.resized for axis in axes_of_images)
+        for axes_of_images in zip(*axes, strict=True)
     )
     return height, width

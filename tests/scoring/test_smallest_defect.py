@@ -81,7 +81,7 @@ def _check(smallest: dict[str, Any], **image: Any) -> None:
 def test_what_cannot_be_measured_is_refused() -> None:
     for area, says in (
         (99, r"smallest_defect: area is 99 pixels, .*10 × 10 .*can be measured; give 100"),
-        (2000, "more than half of what counts"),
+        (2000, "more than half of the inspected area"),
     ):
         with pytest.raises(ConfigError, match=says):
             _check({"area": area})
