@@ -234,7 +234,7 @@ class GoodScores:
         return list(zip(self.names, self.image, self.peak, hashes, strict=True))
 
     def with_rows(self, rows: Sequence[Row]) -> GoodScores:
-        """A copy with the images of other rows, at least one."""
+        """A copy with the images of some rows, at least one, in place of its own."""
         names, image, peak, hashes = zip(*rows, strict=True)
         return replace(
             self, names=names, image=image, peak=peak, hashes=hashes if any(hashes) else ()
@@ -257,20 +257,20 @@ class GoodScores:
         source = re.sub(rf"^{len(self.names)}\b", str(len(kept)), self.source)
         return replace(self.with_rows(kept), left_out=(*self.left_out, *out), source=source)
 
-    def joined(self, other: GoodScores) -> GoodScores:
-        """These scores and others together.
+    def joined(self, newer: GoodScores) -> GoodScores:
+        """Scores of both sets of images together.
 
-        An image in both counts once, with the score from `other`. If only one of the two knows its
-        groups, all images of the other count as one group.
+        An image in both counts once, with its newer score. If only one of the two knows its groups,
+        all images of the other count as one group.
         """
-        known = self.groups is not None or other.groups is not None
-        shared = {*other.hashes} - {""}
-        rows = [row for row in self.rows() if row[3] not in shared]
+        has_groups = self.groups is not None or newer.groups is not None
+        replaced = {*newer.hashes} - {""}
+        rows = [row for row in self.rows() if row[3] not in replaced]
         return replace(
-            self.with_rows(rows + other.rows()),
-            groups=(self.groups or 1) + (other.groups or 1) if known else None,
-            left_out=(*self.left_out, *other.left_out),
-            stood_out=self.stood_out + other.stood_out,
+            self.with_rows(rows + newer.rows()),
+            groups=(self.groups or 1) + (newer.groups or 1) if has_groups else None,
+            left_out=(*self.left_out, *newer.left_out),
+            stood_out=self.stood_out + newer.stood_out,
         )
 
     @property

@@ -48,11 +48,11 @@ class ImageStatistics:
     darkest: float
     brightest: float
 
-    def __add__(self, other: ImageStatistics) -> ImageStatistics:
+    def __add__(self, tile: ImageStatistics) -> ImageStatistics:
         names = [field.name for field in fields(self)]
-        total = {name: getattr(self, name) + getattr(other, name) for name in names}
-        total["darkest"] = min(self.darkest, other.darkest)
-        total["brightest"] = max(self.brightest, other.brightest)
+        total = {name: getattr(self, name) + getattr(tile, name) for name in names}
+        total["darkest"] = min(self.darkest, tile.darkest)
+        total["brightest"] = max(self.brightest, tile.brightest)
         return ImageStatistics(**total)
 
     @property
@@ -221,28 +221,28 @@ class TrainingStatistics:
         """True if there were enough training images to judge other images."""
         return self.images >= LEAST_IMAGES
 
-    def merged(self, other: TrainingStatistics) -> TrainingStatistics:
+    def merged(self, further: TrainingStatistics) -> TrainingStatistics:
         """Statistics of both sets of training images together.
 
         Exact, except that the farthest images are chosen among the farthest of either set.
 
         Args:
-            other: statistics of further images, at least one.
+            further: statistics of further images, at least one.
         """
-        images, others = self.images, other.images
-        count = images + others
-        apart = np.square(self.mean - other.mean) * images * others / count
-        squares = self.variance * (images - 1) + other.variance * (others - 1) + apart
+        first, second = self.images, further.images
+        count = first + second
+        between = np.square(self.mean - further.mean) * first * second / count
+        squares = self.variance * (first - 1) + further.variance * (second - 1) + between
         seen = {
-            name: (min(low, other.seen[name][0]), max(high, other.seen[name][1]))
+            name: (min(low, further.seen[name][0]), max(high, further.seen[name][1]))
             for name, (low, high) in self.seen.items()
         }
         model = TrainingStatistics(
             seen=seen,
-            mean=(self.mean * images + other.mean * others) / count,
+            mean=(self.mean * first + further.mean * second) / count,
             variance=squares / (count - 1),
-            spread=((images * self.spread**2 + others * other.spread**2) / count) ** 0.5,
-            farthest=np.concatenate([self.farthest, other.farthest]),
+            spread=((first * self.spread**2 + second * further.spread**2) / count) ** 0.5,
+            farthest=np.concatenate([self.farthest, further.farthest]),
             images=count,
         )
         return model._thinned()
@@ -282,6 +282,7 @@ class TrainingStatistics:
         return "; ".join(filter(None, (self._outlying_figure(image), whole)))
 
     def _outlying_figure(self, image: ImageStatistics) -> str:
+        """A message about the first figure outside its accepted range; empty without any."""
         for name, value in image.figures().items():
             low, high = self.ranges[name]
             if not low <= value <= high:
@@ -293,33 +294,34 @@ class TrainingStatistics:
                 )
         return ""
 
-    def resembles(self, other: TrainingStatistics) -> bool:
-        """True if other training images, seen by the same network, lie near these.
+    def resembles(self, earlier: TrainingStatistics) -> bool:
+        """True if two models of one network have learned alike images, or too few to judge.
 
-        It is True, too, if there were too few training images to judge.
+        Args:
+            earlier: statistics of the other model's training images.
         """
-        return not self.is_reliable or not self._outlying_embedding(other.mean)
+        return not self.is_reliable or not self._outlying_embedding(earlier.mean)
 
     def _outlying_embedding(self, embedding: Floats) -> str:
         """A message if a mean embedding (D,) is another product's; empty otherwise."""
-        apart = embedding - self.mean
-        away = float(self._standardised(apart, self.variance))
-        in_spreads = float(_root_mean_square(apart)) / self.spread
-        if away > FARTHER * self.seen_distance and in_spreads > LEAST_DISTANCE:
+        difference = embedding - self.mean
+        distance = float(self._standardised(difference, self.variance))
+        in_spreads = float(_root_mean_square(difference)) / self.spread
+        if distance > FARTHER * self.seen_distance and in_spreads > LEAST_DISTANCE:
             return (
                 "it looks like none of the training images (another product, turned or cropped "
                 "differently, or badly broken?)"
             )
         return ""
 
-    def _standardised(self, apart: Floats, variance: Floats) -> Floats:
+    def _standardised(self, differences: Floats, variance: Floats) -> Floats:
         """Root mean square (…,) over the channels, in standard deviations.
 
         Args:
-            apart: differences (…, D) of embeddings.
+            differences: differences (…, D) of embeddings.
             variance: variances (…, D) of the channels.
         """
-        return _root_mean_square(apart / self.deviations(variance))
+        return _root_mean_square(differences / self.deviations(variance))
 
     def deviations(self, variance: Floats) -> Floats:
         """Standard deviations (…, D) from variances (…, D), with a lower limit."""
@@ -332,10 +334,10 @@ class TrainingStatistics:
         Mean and variance of the others follow from those of all by taking the one image out.
         """
         count = self.images
-        apart = (rows - self.mean) * (count / max(count - 1, 1))  # from the others' mean
+        from_others = (rows - self.mean) * (count / max(count - 1, 1))
         own = np.square(rows - self.mean) * (count / max(count - 1, 1))
-        left = np.maximum(self.variance * (count - 1) - own, 0) / max(count - 2, 1)
-        return self._standardised(apart, left)
+        variance = np.maximum(self.variance * (count - 1) - own, 0) / max(count - 2, 1)
+        return self._standardised(from_others, variance)
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         """The tensors to save, by name."""

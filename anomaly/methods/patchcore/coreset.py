@@ -119,28 +119,29 @@ def greedy_k_center(
             return Selection(torch.arange(n, device=points.device), 0.0)
         if bounds is not None:
             nearest.squared.copy_(bounds)
-            new, rest = _pick_from_pool(points, nearest, size)
+            new, farthest = _pick_from_pool(points, nearest, size)
         else:
             first = torch.randint(n, (1,), generator=generator, device=generator.device)
-            new, rest = first.to(points.device), first[:0]
+            new, farthest = first.to(points.device), first[:0]
         picks = new
         while len(picks) < size:
             nearest.add_centres(new)
             if progress is not None:
                 progress(len(picks), size)
-            new, rest = _pick_from_pool(points, nearest, size - len(picks))
+            new, farthest = _pick_from_pool(points, nearest, size - len(picks))
             picks = torch.cat([picks, new])
-        if len(rest) < _FARTHEST:  # too few to be sure in spite of rounding
+        if len(farthest) < _FARTHEST:  # too few to be sure in spite of rounding
             nearest.add_centres(new)
-            rest = nearest.squared.topk(min(_FARTHEST, n)).indices
+            farthest = nearest.squared.topk(min(_FARTHEST, n)).indices
         if progress is not None:
             progress(size, size)
         # The few farthest are measured again by differences, which cancel nothing.
-        exactly = "donot_use_mm_for_euclid_dist"
-        farthest, centres = points[rest].float(), points[picks].float()
-        distances = torch.cdist(farthest, centres, compute_mode=exactly).amin(1)
+        by_differences = "donot_use_mm_for_euclid_dist"
+        distances = torch.cdist(
+            points[farthest].float(), points[picks].float(), compute_mode=by_differences
+        ).amin(1)
         if bounds is not None:
-            distances = torch.minimum(distances, bounds[rest].clamp(min=0).sqrt())
+            distances = torch.minimum(distances, bounds[farthest].clamp(min=0).sqrt())
         return Selection(picks, float(distances.max()))
 
 
@@ -233,19 +234,19 @@ def _pick_from_pool(
     """
     values, members = nearest.squared.topk(min(_POOL + 1, len(points)))
     floor = max(0.0, float(values[_POOL])) if len(values) > _POOL else 0.0
-    left = values[:_POOL] >= 0  # picks have -1
-    values, members = values[:_POOL][left], members[:_POOL][left]
+    unpicked = values[:_POOL] >= 0  # picks have -1
+    values, members = values[:_POOL][unpicked], members[:_POOL][unpicked]
     pool = points.index_select(0, members).float()
-    pool -= pool.mean(0)
-    picked = _loop(pool.cpu(), values.cpu(), wanted, floor, covered)
-    picks, rest = (members[torch.tensor(x, dtype=torch.int64).to(members.device)] for x in picked)
-    return picks, rest
+    pool -= pool.mean(0)  # distances are multiplied out: around the mean, large norms don't cancel
+    places = _pick_in_pool(pool.cpu(), values.cpu(), wanted, floor, covered)
+    picks, farthest = (torch.tensor(x, dtype=torch.int64).to(members.device) for x in places)
+    return members[picks], members[farthest]
 
 
-def _loop(
+def _pick_in_pool(
     pool: Tensor, bounds: Tensor, wanted: int, floor: float, covered: float
 ) -> tuple[list[int], list[int]]:
-    """The step-wise loop in a pool, on a CPU, until the farthest point is below the floor.
+    """Picks one by one in a pool, on a CPU, until the farthest point is below the floor.
 
     A pick takes microseconds: the calls count, and numpy's are the cheaper ones. The product is
     torch's, because numpy's may use threads, which wait for one another.
@@ -261,27 +262,27 @@ def _loop(
         Places in the pool: of the picks, and of the farthest points that still reach the floor.
     """
     norms: _Array = pool.square().sum(1).numpy()
-    left: _Array = bounds.numpy()
+    nearest: _Array = bounds.numpy()
     places = np.arange(len(pool))
     picked: list[int] = []
     while len(picked) < wanted:
         if len(picked) % _SIFT == 0:
-            far = left >= min(floor, left.max())  # never none
+            far = nearest >= min(floor, nearest.max())  # True for at least one point
             pool = pool[torch.from_numpy(far)]
-            norms, left, places = norms[far], left[far], places[far]
-        best = int(left.argmax())
-        if left[best] < floor or left[best] <= covered:
+            norms, nearest, places = norms[far], nearest[far], places[far]
+        best = int(nearest.argmax())
+        if nearest[best] < floor or nearest[best] <= covered:
             break
         picked.append(int(places[best]))
         # ‖x − y‖² = ‖x‖² − 2xy + ‖y‖², in place.
-        away = torch.mv(pool, pool[best]).numpy()
-        away *= -2
-        away += norms
-        away += norms[best]
-        np.minimum(left, away.clip(min=0, out=away), out=left)
-        left[best] = -1.0
-    farthest = (-left).argsort()[:_FARTHEST]
-    return picked, places[farthest[left[farthest] >= floor]].tolist()
+        squared = torch.mv(pool, pool[best]).numpy()
+        squared *= -2
+        squared += norms
+        squared += norms[best]
+        np.minimum(nearest, squared.clip(min=0, out=squared), out=nearest)
+        nearest[best] = -1.0
+    farthest = (-nearest).argsort()[:_FARTHEST]
+    return picked, places[farthest[nearest[farthest] >= floor]].tolist()
 
 
 def select_coreset(
@@ -326,17 +327,19 @@ def select_coreset(
     first = greedy_k_center(points, max(1, size // 2), generator=generator, progress=progress)
     picks, centres = places[first.picks], points[first.picks]
     del sample, points, places
-    by_image = chain.from_iterable(patches.each(partial(_distances, projection, centres)))
+    distances = chain.from_iterable(patches.each(partial(_distances, projection, centres)))
     if size == 1:
-        return Selection(picks, max(float(away.max()) for away in by_image if len(away)))
-    rest = _Reservoir(memory_limit, most)
-    for (points, places), away in zip(placed(patches.projected(projection)), by_image, strict=True):
-        rest.add(points, places, away)
-    points, places, away = rest.held()
-    chosen = greedy_k_center(points, size - len(picks), generator=generator, bounds=away.square())
+        return Selection(picks, max(float(part.max()) for part in distances if len(part)))
+    farthest = _Reservoir(memory_limit, most)
+    again = placed(patches.projected(projection))
+    for (points, places), of_image in zip(again, distances, strict=True):
+        farthest.add(points, places, of_image)
+    points, places, priorities = farthest.held()
+    bounds = priorities.square()
+    chosen = greedy_k_center(points, size - len(picks), generator=generator, bounds=bounds)
     if progress is not None:
         progress(size, size)
-    radius = max(chosen.covering_radius, rest.cut)
+    radius = max(chosen.covering_radius, farthest.cut)
     return Selection(torch.cat([picks, places[chosen.picks]]), radius)
 
 
@@ -376,6 +379,7 @@ def in_chunks(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Te
 
 
 def _joined(held: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Points (n, d) and places (n, 2) of several images."""
     points, places = zip(*held, strict=True)
     return torch.cat(points), torch.cat(places)
 

@@ -187,14 +187,14 @@ class ExactIndex:
         # All others with bounds up to the farthest of these are measured, too.
         more_rows, more_columns = _places(bounds <= limits[:, None])
         counts = xp.bincount(more_rows, minlength=len(queries))
-        many = counts > (_MANY if screen else 1) * len(bank)
-        kept = ~many[more_rows]
-        more_rows, more_columns = more_rows[kept], more_columns[kept]
+        undecided = counts > (_MANY if screen else 1) * len(bank)
+        decided = ~undecided[more_rows]
+        more_rows, more_columns = more_rows[decided], more_columns[decided]
         more = _squared_distances(queries, bank, more_rows, more_columns)
         rows = xp.concatenate([rows, more_rows])
         columns = xp.concatenate([columns, more_columns])
         nearest = columns[_first_of_each(rows, xp.concatenate([squared, more]), k)]
-        nearest[many] = -1
+        nearest[undecided] = -1
         return nearest
 
 
@@ -263,11 +263,12 @@ def _rows(centred: Floats, axes: Floats | None, *, of_bank: bool) -> tuple[Float
     coordinates, moved = centred, np.zeros(len(centred), np.float32)
     if axes is not None:
         leading, squares = centred @ axes, _squared_norms(centred)
-        rest = np.sqrt(np.maximum(squares - _squared_norms(leading), 0))
+        residuals = np.sqrt(np.maximum(squares - _squared_norms(leading), 0))
         # The smaller the residual, the more the root magnifies the rounding of the squares.
         off = np.float32(_NORM_ROUNDING) * squares
-        moved = off / np.maximum(np.maximum(rest, np.sqrt(off)), np.finfo(np.float32).tiny)
-        coordinates = np.column_stack([leading, rest])
+        least = np.maximum(np.sqrt(off), np.finfo(np.float32).tiny)
+        moved = off / np.maximum(residuals, least)
+        coordinates = np.column_stack([leading, residuals])
     half, ones = _squared_norms(coordinates) / 2, np.ones(len(centred), np.float32)
     columns = (-coordinates, half, ones) if of_bank else (coordinates, ones, half)
     return np.column_stack(columns), moved
