@@ -1,4 +1,4 @@
-"""An explanation -> one page for people (verdict, pictures, what to do next), and its files."""
+"""An explanation of a score -> one page for people, its pictures, and explanation.json."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from anomaly.scoring.model import Prediction
 
 _TITLES = {"good": "Good", "review": "To review", "reject": "Rejected"}
-_PIXELS = 1_000_000  # of a picture on the page
-_REGIONS = 4  # on the page, as many as have crops; explanation.json has all
-_AFFORDABLE = 0.2  # share of good parts to review up to which a threshold is proposed
+_PIXELS = 1_000_000  # largest number of pixels of a picture on the page
+_REGIONS = 4  # regions on the page, as many as have crops; explanation.json has all
+_AFFORDABLE = 0.2  # largest share of good parts for review at which a threshold is proposed
 FACTS, PAGE = "explanation.json", "explanation.html"
 
 
@@ -40,7 +40,7 @@ class Explanation:
         pictures: (H, W, 3) uint8 RGB by name: `score_gradient` (the pixels that move the score) and
             `feature_maps_<layer>` for each hooked layer.
         regions: marked regions, as in regions.csv.
-        patches: for each worst patch its place, score, region, and the good patches beside it.
+        patches: for each worst patch its place, score, region, and the good patches like it.
         crops: for each worst patch its picture (150, 150, 3), then those of the good patches.
         missing: names of training images that couldn't be shown: moved or changed since training.
     """
@@ -113,7 +113,7 @@ class Explanation:
 
 
 def verdict_lines(prediction: Prediction) -> list[str]:
-    """The score against the thresholds, in words."""
+    """Sentences that compare a prediction's score with the model's thresholds."""
     score, limits = prediction.score, prediction.thresholds
     # The reason comes first: it, not the score, decides the verdict then.
     odd = [f"Reason for a person to look: {prediction.reason}."] if prediction.reason else []
@@ -127,7 +127,7 @@ def verdict_lines(prediction: Prediction) -> list[str]:
 
 
 def _distinct(*values: float) -> list[str]:
-    """Numbers as text, with four digits or as many as make different numbers look different."""
+    """Numbers as text with four digits, or more where different numbers would look equal."""
     for digits in range(4, 18):
         texts = [f"{value:.{digits}g}" for value in values]
         if len(set(texts)) == len(set(values)):
@@ -136,14 +136,14 @@ def _distinct(*values: float) -> list[str]:
 
 
 def _rarity(score: float, limits: Thresholds) -> str:
-    """A sentence on how many of the thresholds' good images score as high."""
+    """A sentence with the number of the thresholds' good images that score as high."""
     count = sum(good >= score for good in limits.good.image)
     scores = "score" if count > 1 else "scores"
     return f"{count or 'None'} of {limits.images} good images {scores} as high."
 
 
 def _photograph(explanation: Explanation) -> str:
-    """The image with a numbered frame around each region."""
+    """HTML of the image with a numbered frame around each marked region."""
     prediction = explanation.prediction
     assert prediction.image is not None
     photo = thumbnail(display(prediction.image), _PIXELS)
@@ -157,14 +157,13 @@ def _photograph(explanation: Explanation) -> str:
         top = y - 4 if y > font else y + height + font  # below a frame at the upper border
         marks += f'<rect class="frame" x="{x}" y="{y}" width="{width}" height="{height}"/>'
         marks += f'<text x="{x}" y="{top:.1f}" font-size="{font:.1f}">{region.region}</text>'
-    count = min(len(explanation.regions), 2)  # none, one, several
     places = ("Nothing is marked", "Framed: the marked place", "Framed: marked places, worst first")
-    caption = f"The photograph. {places[count]}."
+    caption = f"The photograph. {places[min(len(explanation.regions), 2)]}."
     return pages.photograph_html("the photograph", photo.photo, photo.size, caption, marks)
 
 
 def _map(prediction: Prediction) -> str:
-    """The heatmap, with a legend of its lines."""
+    """HTML of the heatmap, with a legend of its lines."""
     limits = prediction.thresholds
     lines = ""
     if prediction.verdict != "good":
@@ -183,7 +182,7 @@ def _map(prediction: Prediction) -> str:
 
 
 def _regions(regions: list[RegionRow]) -> str:
-    """A table of the marked regions' sizes; empty without any."""
+    """HTML table of the marked regions' sizes; empty without regions."""
     if not regions:
         return ""
     titles = ["Marked", "Width × height", "Uncertain by one patch", "Area", "Highest value"]
@@ -197,7 +196,7 @@ def _regions(regions: list[RegionRow]) -> str:
 
 
 def _sizes(region: RegionRow) -> list[str]:
-    """Size, its uncertainty and area: pixels, and millimetres where they are known."""
+    """Cells with a region's size, uncertainty and area, in pixels and known millimetres."""
     pixels = [
         f"{region.width} × {region.height} px",
         f"± {region.width_uncertainty:.3g} × {region.height_uncertainty:.3g} px",
@@ -210,13 +209,13 @@ def _sizes(region: RegionRow) -> list[str]:
         f"± {region.width_uncertainty_mm:.2g} × {region.height_uncertainty_mm:.2g} mm",
         f"{region.area_mm2:,.{'3g' if region.area_mm2 < 100 else '0f'}} mm²",
     ]
-    return [f"{m}<small>{p}</small>" for m, p in zip(metric, pixels, strict=True)]
+    return [f"{mm}<small>{px}</small>" for mm, px in zip(metric, pixels, strict=True)]
 
 
 def _compared(explanation: Explanation) -> Iterator[str]:
-    """Rows of pictures: a worst patch, then the good patches beside it."""
-    nearest = explanation.prediction.nearest is not None
-    good = "the good patches most like it" if nearest else "the same place on good parts"
+    """HTML rows of pictures: a worst patch, then the good patches that it is compared with."""
+    has_nearest = explanation.prediction.nearest is not None
+    good = "the good patches most like it" if has_nearest else "the same place on good parts"
     place = "Each marked place" if explanation.regions else "The most unusual place"
     yield f"<h2>{place} beside {good}</h2>"
     for facts, crops in zip(explanation.patches, explanation.crops, strict=True):
@@ -231,13 +230,14 @@ def _compared(explanation: Explanation) -> Iterator[str]:
 
 
 def _crop(picture: RgbImage, caption: str) -> str:
+    """HTML of a crop (H, W, 3), with a caption below it."""
     photo = jpeg(picture[..., ::-1])
     size = picture.shape[1], picture.shape[0]
     return pages.photograph_html("a patch and its surroundings", photo, size, caption)
 
 
 def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
-    """Next steps for the reader of the page, each with its command or an empty text."""
+    """Next steps for the reader of the page: a sentence, and its command or an empty text."""
     prediction, folder = explanation.prediction, explanation.model["folder"] or "RUN"
     image = str(prediction.path or "IMAGE")
     if prediction.thresholds is None:
@@ -245,8 +245,8 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
         return [("Find thresholds with good images that the model hasn't learned from:", command)]
     if prediction.reason:
         return [
-            ("Look at the part. The photograph isn't like those that the model knows.", ""),
-            ("Check the camera, the light and where the part lies, and take another one.", ""),
+            ("Look at the part: its photograph is unlike those that the model has learned.", ""),
+            ("Check the camera, the light and the part's place; take another photograph.", ""),
         ]
     learn = ("--good", "FOLDER", "--output", "NEW_RUN")
     update = shlex.join(["anomaly", "update", "--model", folder, *learn])
@@ -256,7 +256,7 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
         return [
             _catching(prediction.score, prediction.thresholds, folder),
             ("Keep it as a known defect, which later versions have to catch:", keep),
-            ("Do defects like this pass often? Try other settings on them:", tune),
+            ("Do defects like this pass often? Find settings that catch them:", tune),
         ]
     return [
         ("Look at the part, at what is marked first, and judge it.", ""),
@@ -274,12 +274,16 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
 
 
 def _catching(score: float, limits: Thresholds, folder: str) -> tuple[str, str]:
-    """Advice on the highest threshold that catches an image: its price, and the command.
+    """The step that lowers the review threshold until it catches an image.
 
     Args:
-        score: image score.
+        score: the image's score.
         limits: the model's thresholds.
         folder: the model's folder.
+
+    Returns:
+        A sentence with the threshold and the share of good images above it; the command, or an
+        empty text where the share is too high.
     """
     # Five digits, rounded down, so that the score stays above the threshold as it is printed.
     step = 10.0 ** (math.floor(math.log10(max(score, 1e-30))) - 4)
@@ -299,11 +303,13 @@ def _catching(score: float, limits: Thresholds, folder: str) -> tuple[str, str]:
 
 
 def _step(step: tuple[str, str]) -> str:
+    """HTML of a next step, from `next_steps`."""
     text, command = map(escape, step)
     return f"<li>{text} <code>{command}</code></li>" if command else f"<li>{text}</li>"
 
 
 def _model(explanation: Explanation) -> str:
+    """HTML line with the model's name, id, folder, thresholds and the program's version."""
     model, limits = explanation.model, explanation.prediction.thresholds
     basis = "" if limits is None else limits.lines()[0]
     parts = [f"Model {model['name']}", model["model id"], model["folder"], basis]

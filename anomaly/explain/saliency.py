@@ -1,4 +1,4 @@
-"""Views into a network: feature maps, Grad-CAM, the gradient of a score, gradients in training."""
+"""Insight into networks: feature maps, Grad-CAM, gradients of scores and in training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
 
     Args:
         image: (3, H, W), finite floats.
-        model: network for the image, which is brought to the type of its weights.
+        model: network for the image, which is converted to the type of the network's weights.
 
     Raises:
         AnomalyError: the image has another type or shape, or a value that isn't finite.
@@ -43,7 +43,7 @@ def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
             "the network wants it"
         )
     if not image.isfinite().all():
-        raise AnomalyError("the image holds NaN or infinite values: every layer would, too")
+        raise AnomalyError("the image holds NaN or infinite values, and so would every layer")
     weights = () if model is None else model.parameters()
     formats = (weight.dtype for weight in weights if weight.is_floating_point())
     return image[None].to(next(formats, image.dtype))
@@ -53,9 +53,8 @@ def map_of(output: Tensor, size: Sequence[int], layer: str) -> Tensor:
     """A layer's output as a feature map (1, C, h, w), reordered if channels come last.
 
     Args:
-        output: a layer's output for one image: a map (1, C, h, w), Swin's form of one
-            (1, h, w, C), or a transformer's tokens (1, N, C), of which those of the patches are
-            taken.
+        output: a layer's output for one image: a map (1, C, h, w), a map (1, h, w, C) as Swin
+            transformers have it, or tokens (1, N, C), of which those of patches are taken.
         size: (H, W) of the image.
         layer: path of the layer.
 
@@ -78,8 +77,8 @@ def check_eval(model: nn.Module) -> None:
     Raises:
         AnomalyError: the network is in train mode.
     """
-    moved = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
-    if any(module.training and isinstance(module, moved) for module in model.modules()):
+    changing = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    if any(module.training and isinstance(module, changing) for module in model.modules()):
         raise AnomalyError(
             f"{type(model).__name__} is in train mode, in which batch norms would learn from the "
             "image and dropout would blur the answer: call model.eval() before"
@@ -105,9 +104,9 @@ def feature_map_pictures(
         image: (3, H, W), normalised as the network wants it, on the network's device.
         layers: paths of layers that put out feature maps, see `anomaly.hooks.match`.
         n_channels: number of channels shown, the most active first.
-        picture: the image before it was normalised, (H, W, 3) uint8 RGB, for the first tile; by
-            default the normalised one, stretched, whose colours aren't the image's (none where it
-            has neither 1 nor 3 channels).
+        picture: the image before it was normalised, (H, W, 3) uint8 RGB, for the first tile; None
+            takes the normalised image, whose colours differ, and no tile for an image that has
+            neither 1 nor 3 channels.
 
     Returns:
         For each layer's path a picture (h', w', 3): the image, PCA to RGB, then the channels.
@@ -150,7 +149,7 @@ def feature_map_picture(
         raise LayerError(f"{title}: the feature map holds NaN or infinite values; see the weights")
     _, height, width = values.shape
     longer, shorter = max(height, width), min(height, width)
-    # A narrow map's shorter side gets half a tile, as long as the longer takes three at most.
+    # A narrow map is enlarged until its shorter side is half a tile or its longer side is three.
     scale = max(_TILE / longer, min(_TILE / 2 / shorter, 3 * _TILE / longer))
     size = max(1, round(height * scale)), max(1, round(width * scale))
     activity = np.abs(values.astype(np.float64)).mean(axis=(1, 2))
@@ -194,7 +193,7 @@ def pca_rgb(values: NDArray[Any]) -> RgbImage:
 
 
 def _stretched(values: NDArray[Any]) -> NDArray[Any]:
-    """Values brought to [0, 1], from the lowest to the highest."""
+    """Values scaled so that the lowest is 0 and the highest 1."""
     low, high = float(values.min()), float(values.max())
     return (values - low) / max(high - low, 1e-30)
 
@@ -208,8 +207,8 @@ def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
     """The gradient of a score with respect to an image.
 
     Args:
-        score: takes the image as a batch (1, 3, H, W) and returns one number, computed with
-            differentiable operations all the way.
+        score: takes the image as a batch (1, 3, H, W) and returns one number; all of its operations
+            are differentiable.
         image: (3, H, W), normalised as the network wants it.
 
     Returns:
@@ -221,7 +220,7 @@ def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
             (3, H, W) of finite floats.
     """
     batch = batch_of(image)
-    # Also where the caller computes without gradients; the copy is no inference tensor.
+    # The caller may compute without gradients; a copy made here isn't an inference tensor.
     with torch.inference_mode(False), torch.enable_grad():
         batch = batch.detach().clone().requires_grad_()
         value = score(batch)
@@ -239,10 +238,10 @@ def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
 
 
 def saliency_map(gradient: Tensor) -> NDArray[np.float32]:
-    """The largest absolute gradient of a pixel's colours.
+    """Saliency of pixels: the largest absolute gradient of a pixel's colours.
 
     Simonyan et al., "Deep Inside Convolutional Networks", 2014, section 3.1. Divided by its 99.5th
-    percentile, so that a few pixels don't darken the rest.
+    percentile, so that a few pixels don't darken the others.
 
     Args:
         gradient: (3, H, W).
@@ -252,7 +251,7 @@ def saliency_map(gradient: Tensor) -> NDArray[np.float32]:
     """
     strongest = gradient.detach().abs().amax(dim=0).float().cpu().numpy()
     top = float(np.percentile(strongest, 99.5))
-    if top == 0:  # a gradient at a few pixels only
+    if top == 0:  # fewer than 0.5 % of the pixels have a gradient
         top = float(strongest.max()) or 1.0
     return np.asarray(np.clip(strongest / top, 0, 1), np.float32)
 
@@ -260,9 +259,10 @@ def saliency_map(gradient: Tensor) -> NDArray[np.float32]:
 def grad_cam(
     model: nn.Module, image: Tensor, layer: str, target_class: int | None = None
 ) -> NDArray[np.float32]:
-    """Grad-CAM: the evidence for a class at each pixel (eq. 1 and 2).
+    """Grad-CAM: the evidence for a class at each pixel.
 
-    The patch tokens of a transformer count as the positions of a map.
+    Selvaraju et al., "Grad-CAM", ICCV 2017, equations 1 and 2. The patch tokens of a transformer
+    count as the positions of a map.
 
     Args:
         model: a classifier in eval mode, whose output for one image is (1, classes).
@@ -280,7 +280,7 @@ def grad_cam(
     """
     check_eval(model)
     batch = batch_of(image, model)
-    # Gradients also where the caller computes without; the copy is no inference tensor.
+    # The caller may compute without gradients; a copy made here isn't an inference tensor.
     with torch.inference_mode(False), torch.enable_grad():
         batch = batch.detach().clone().requires_grad_()
         with capture(model, layer, grad=True) as captured:
@@ -302,6 +302,11 @@ def grad_cam(
 
 
 def _class_score(output: object, target_class: int | None) -> Tensor:
+    """The score of a class in a classifier's output (1, classes); None takes the highest.
+
+    Raises:
+        AnomalyError: the output has another shape, or there is no such class.
+    """
     if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 1:
         shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise AnomalyError(f"Grad-CAM needs a classifier that puts out (1, classes), not {shape}")
@@ -331,7 +336,7 @@ def colored(values: NDArray[Any]) -> RgbImage:
 
 
 def _mapped(unit: NDArray[Any], colours: int) -> RgbImage:
-    """Values (H, W) in [0, 1] in the colours of one of OpenCV's maps, (H, W, 3) RGB."""
+    """Values (H, W) in [0, 1] in the colours (H, W, 3) RGB of an OpenCV colour map."""
     return np.asarray(cv2.applyColorMap(_levels(unit), colours)[..., ::-1], np.uint8)
 
 
@@ -355,14 +360,21 @@ def glowing(picture: RgbImage, values: NDArray[Any]) -> RgbImage:
 def resized(
     picture: RgbImage, height: int, width: int, enlarging: int = cv2.INTER_NEAREST
 ) -> RgbImage:
-    """A picture (H, W, 3) at (height, width, 3), by area if smaller, else by `enlarging`."""
+    """A picture (H, W, 3) resized to (height, width, 3).
+
+    Args:
+        picture: the picture.
+        height: new height in pixels.
+        width: new width in pixels.
+        enlarging: OpenCV's interpolation where the picture grows; it shrinks by area.
+    """
     larger = height * width >= picture.shape[0] * picture.shape[1]
     interpolation = enlarging if larger else cv2.INTER_AREA
     return np.asarray(cv2.resize(picture, (width, height), interpolation=interpolation), np.uint8)
 
 
 def fitted(picture: RgbImage) -> RgbImage:
-    """A picture (H0, W0, 3) at a longer side of 420 pixels."""
+    """A picture (H0, W0, 3) resized to a longer side of 420 pixels."""
     height, width = picture.shape[:2]
     scale = 420 / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))
@@ -370,6 +382,7 @@ def fitted(picture: RgbImage) -> RgbImage:
 
 
 def _text_width(text: str) -> int:
+    """Width of a line of text in pixels."""
     return 2 * _INDENT + cv2.getTextSize(text, _FONT, _FONT_SCALE, 1)[0][0]
 
 
@@ -479,17 +492,18 @@ class GradientMonitor:
         self._hooks.remove()
 
     def step(self) -> None:
-        """End a training step: what comes next belongs to the next one."""
+        """End a training step: later gradients belong to the next step."""
         self._rows.append(np.stack([sums.cpu().numpy() for sums in self._current]))
         self._current = self._zeros()
 
     def record(self) -> GradientRecord:
-        """The gradients up to the last `step`."""
+        """The gradients of all steps that `step` has ended."""
         sums = np.array(self._rows).reshape(-1, len(self._parameters), 2)
         norms, nonfinite = np.sqrt(sums[..., 0]), sums[..., 1].astype(np.int64)
         return GradientRecord(tuple(self._parameters), norms, nonfinite)
 
     def _add(self, gradient: Tensor, index: int) -> None:
+        """Add a gradient of a parameter to the sums of the layer at an index."""
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         values = values.detach().abs().double()
         # Added up on the gradient's device: reading numbers here would wait for the GPU.
@@ -497,4 +511,5 @@ class GradientMonitor:
         self._current[index] = self._current[index].to(gradient.device) + sums
 
     def _zeros(self) -> list[Tensor]:
+        """For each layer a sum of squares and a count of non-finite values, both 0."""
         return [torch.zeros(2, dtype=torch.float64) for _ in self._parameters]

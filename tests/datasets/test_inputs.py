@@ -72,10 +72,7 @@ def test_a_name_that_is_taken_gets_a_number() -> None:
     assert names == ["a~3.png", "A.png", "b.png"]
     assert picture_names([Path("/in/x.png"), Path("/in/X.PNG")], []) == ["x.png", "X~2.png"]
 
-
-def test_names_that_come_again_and_again_are_numbered_on() -> None:
-    written: set[str] = set()
-    numbers: dict[str, int] = {}
+    written, numbers = set[str](), dict[str, int]()
     for _ in range(1000):
         written.update(picture_names([Path("/in/part.png")], [], written.__contains__, numbers))
     assert written == {"part.png", *(f"part~{i}.png" for i in range(2, 1001))}

@@ -3,11 +3,11 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import pytest
-import torch
 from conftest import write_product
 from sklearn.metrics import average_precision_score, roc_auc_score
 
@@ -24,22 +24,18 @@ from anomaly.storage.models import load_model
 
 
 def test_figures_agree_with_scikit_learn(run_folder: Path, product: Path) -> None:
-    detector = load_model(run_folder, torch.device("cpu"))
-    samples = open_dataset("mvtec", product, None).test
-    evaluation = score_test_split(detector, samples)
-    scores, pixels, truth = [], [], []
-    for result in detector.results([s.path for s in samples], keep_images=True):
-        assert isinstance(result, Prediction)
-        mask_path = samples[result.index].mask_path
-        scores.append(result.score)
-        pixels.append(result.anomaly_map.ravel())
-        truth.append(
-            np.zeros(result.image.size, bool).ravel()
-            if mask_path is None
-            else read_mask(mask_path).ravel()
-        )
-    labels = [s.is_defect for s in samples]
-    values = evaluation.metrics.values
+    samples = open_dataset("mvtec", product).test
+    labels, scores, pixels, truth = [], [], [], []
+
+    def visit(prediction: Prediction, _: object) -> None:
+        sample, pixel_scores = samples[prediction.index], prediction.anomaly_map
+        labels.append(sample.is_defect)
+        scores.append(prediction.score)
+        pixels.append(pixel_scores.ravel())
+        mask = read_mask(sample.mask_path) if sample.mask_path else np.zeros(pixel_scores.shape)
+        truth.append(mask.ravel() > 0)
+
+    values = score_test_split(load_model(run_folder, "cpu"), samples, visit=visit).metrics.values
     assert values["image_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-9)
     assert values["image_ap"] == pytest.approx(average_precision_score(labels, scores), abs=1e-9)
     flat, marked = np.concatenate(pixels), np.concatenate(truth)
@@ -52,12 +48,16 @@ def disc(tmp_path: Path) -> Path:
     return write_product(tmp_path / "disc", n_train=1)
 
 
+def evaluated(run: Path, product: Path, **options: Any) -> Evaluation:
+    """The evaluation of a run's model on the test split of a product."""
+    return score_test_split(load_model(run, "cpu"), open_dataset("mvtec", product).test, **options)
+
+
 def test_a_mask_of_another_size_is_an_error(run_folder: Path, disc: Path) -> None:
     mask = disc / "ground_truth" / "spot" / "001_mask.png"
     cv2.imwrite(str(mask), np.zeros((50, 60), np.uint8))
-    detector = load_model(run_folder, torch.device("cpu"))
     with pytest.raises(DataError, match=r"001_mask\.png is 60×50 pixels, but its image"):
-        score_test_split(detector, open_dataset("mvtec", disc, None).test)
+        evaluated(run_folder, disc)
 
 
 def test_an_image_that_cannot_be_read_or_whose_mask_cannot_is_left_out_and_listed(
@@ -67,11 +67,7 @@ def test_an_image_that_cannot_be_read_or_whose_mask_cannot_is_left_out_and_liste
     mask.write_bytes(mask.read_bytes()[:-30])
     (disc / "test" / "good" / "001.png").write_text("no image")
     seen: list[str] = []
-    evaluation = score_test_split(
-        load_model(run_folder, torch.device("cpu")),
-        open_dataset("mvtec", disc, None).test,
-        visit=lambda prediction, mask: seen.append(prediction.name),
-    )
+    evaluation = evaluated(run_folder, disc, visit=lambda p, mask: seen.append(p.name))
     no_image, no_mask = (row for row in evaluation.scored if row.score is None)
     assert (no_image.sample.name, no_mask.sample.name) == ("test/good/001.png", "test/spot/001.png")
     assert "001.png" in no_image.reason
@@ -84,18 +80,16 @@ def test_an_image_that_cannot_be_read_or_whose_mask_cannot_is_left_out_and_liste
 def test_defects_without_masks_count_for_the_image_only(
     run_folder: Path, disc: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    detector = load_model(run_folder, torch.device("cpu"))
     masks = disc / "ground_truth" / "spot"
     (masks / "000_mask.png").unlink()
-    expected = score_test_split(detector, open_dataset("mvtec", disc, None).test).metrics
+    expected = evaluated(run_folder, disc).metrics
     # A mask that marks nothing makes no good image either.
     cv2.imwrite(str(masks / "000_mask.png"), np.zeros((96, 120), np.uint8))
-    found = score_test_split(detector, open_dataset("mvtec", disc, None).test).metrics
-    assert found == expected
+    assert evaluated(run_folder, disc).metrics == expected
     nothing = f"1 of 3 defects have no mask, or one that marks nothing ({disc / 'test' / 'spot'}"
     assert caplog.text.count(nothing) == 2
     shutil.rmtree(disc / "ground_truth")
-    without = score_test_split(detector, open_dataset("mvtec", disc, None).test).metrics
+    without = evaluated(run_folder, disc).metrics
     assert without.values["image_auroc"] == 1.0
     assert without.values["pixel_auroc"] is None
     assert without.reasons["pixel_auroc"]
