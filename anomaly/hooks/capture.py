@@ -91,7 +91,7 @@ class Capture:
         self._stop, self._grad, self._clone, self._dtype = stop, grad, clone, dtype
         self._kept_calls, self._max_bytes = keep, max_bytes
         self._handles: list[RemovableHandle] = []
-        self._pending: set[str] = set()
+        self._pending: set[str] = set()  # paths that haven't run in this pass
         self._calls: dict[str, deque[list[_Kept]]] = {}
         self._thread = 0
         self._running = False
@@ -113,10 +113,10 @@ class Capture:
         self._handles.clear()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the network.
+        """Run the network with the arguments given.
 
         Returns:
-            The network's output; None where the pass was stopped after the last layer wanted.
+            The network's output; None where the pass was stopped after the last layer named.
 
         Raises:
             LayerError: the capture isn't open.
@@ -135,7 +135,7 @@ class Capture:
             self._running = False
 
     def pop(self) -> dict[str, Tensor]:
-        """Return each layer's latest output and forget all outputs.
+        """Each layer's latest output; all outputs are forgotten.
 
         Returns:
             Path to tensor, in the order in which the layers were named. Outputs that hold several
@@ -147,7 +147,7 @@ class Capture:
         return {name: tensors[-1] for name, tensors in self.pop_calls().items()}
 
     def pop_calls(self) -> dict[str, list[Tensor]]:
-        """Take out the outputs of all calls kept, and forget them.
+        """The outputs of all calls kept, which are forgotten.
 
         Returns:
             Path to tensors, oldest first, in the order in which the layers were named.
@@ -177,7 +177,6 @@ class Capture:
 
     def _reset(self) -> None:
         """Forget all outputs."""
-        self._pending = set(self._modules)
         self._calls = {path: deque(maxlen=self._kept_calls) for path in self._modules}
 
     def _record(self, path: str, module: nn.Module, inputs: Any, output: Any) -> Any:

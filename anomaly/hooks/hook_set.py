@@ -82,6 +82,9 @@ class _BackwardGates(threading.local):
 
         Returns:
             The output for the layers behind; None where no gradient is wanted.
+
+        Raises:
+            LayerError: the output's tensors aren't found.
         """
         entered = [place for place, (_, gate) in enumerate(self._open) if gate.module is module]
         if not entered:  # registered while the layer was running, or its gate is gone
@@ -171,16 +174,16 @@ class HookSet:
         Args:
             layers: paths, index forms, globs or types, see `match`.
             hook: the function; its result, unless None, replaces the output.
-            *extra: further arguments for the hook.
+            *extra: further arguments of the hook.
             with_kwargs: call `hook(module, inputs, kwargs, output, *extra, **named)` instead.
-            **named: further arguments by name.
+            **named: further arguments of the hook by name.
 
         Returns:
-            One handle for each layer; `handle.remove()` removes that one early.
+            A handle for each layer; `handle.remove()` removes the layer's hook early.
 
         Raises:
-            LayerError: no such layer, or one whose hooks would never be called; or a hook that
-                takes other arguments.
+            LayerError: there is no such layer, its hooks would never be called, or the hook takes
+                other arguments.
         """
         return self._on_layers("forward", layers, hook, (extra, named), with_kwargs)
 
@@ -189,7 +192,7 @@ class HookSet:
     ) -> list[Handle]:
         """Call `hook(module, inputs, *extra, **named)` before a layer runs.
 
-        What it returns replaces the inputs: one tensor or a tuple of all positional ones. With
+        Its result replaces the inputs: one tensor, or a tuple of all inputs by position. With
         `with_kwargs` it is called as `hook(module, inputs, kwargs, …)` and returns a pair
         (inputs, kwargs). Arguments, handles and errors are those of `forward`.
         """
@@ -198,11 +201,11 @@ class HookSet:
     def backward(self, layers: Layers, hook: Hook, /, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook(module, grad_input, grad_output, *extra, **named)` in the backward pass.
 
-        Both gradients are tuples, one entry for each input or output of the layer, those by
-        position first (None where there is no gradient); of an output that is a structure, one for
-        each tensor in it. What the hook returns replaces `grad_input`, which then flows on to the
-        layers before. Layers that work in place, here or behind, are no obstacle.
-        Arguments, handles and errors are those of `forward`.
+        `grad_input` is a tuple with an entry for each input by position, then for each keyword
+        tensor; `grad_output` has one for each tensor in the output. An entry is None where there is
+        no gradient. The hook's result replaces `grad_input`, which then flows on to the layers
+        before. Layers that work in place, here or behind, are no obstacle. Arguments, handles and
+        errors are those of `forward`.
         """
         return self._on_layers("backward", layers, hook, (extra, named))
 
@@ -211,19 +214,19 @@ class HookSet:
     ) -> list[Handle]:
         """Call `hook(module, grad_output, *extra, **named)` before the gradient enters a layer.
 
-        What it returns replaces `grad_output`, and with it the gradients of the layer's
-        parameters. Arguments, handles and errors are those of `forward`.
+        Its result replaces `grad_output`, and with it the gradients of the layer's parameters.
+        Arguments, handles and errors are those of `forward`.
         """
         return self._on_layers("backward_pre", layers, hook, (extra, named))
 
     def tensor(self, tensor: Tensor, hook: Hook, /, *extra: Any, **named: Any) -> Handle:
         """Call `hook(grad, *extra, **named)` when the gradient of a tensor is known.
 
-        What it returns, of the same shape, replaces the gradient. Works for parameters and for
-        tensors captured with `grad=True`.
+        Its result, of the same shape, replaces the gradient. The tensor may be a parameter, or one
+        captured with `grad=True`.
 
         Raises:
-            LayerError: it isn't a tensor, or has no gradient.
+            LayerError: it isn't a tensor, gets no gradient, or the hook takes other arguments.
         """
         _check_tensor(tensor)
         if not tensor.requires_grad:
@@ -237,12 +240,12 @@ class HookSet:
     def accumulated(
         self, parameter: nn.Parameter, hook: Hook, /, *extra: Any, **named: Any
     ) -> Handle:
-        """Call `hook(parameter, *extra, **named)` once a gradient is in `parameter.grad`.
+        """Call `hook(parameter, *extra, **named)` after a gradient was added to `parameter.grad`.
 
-        There it stands with those of earlier backward passes; the hook may replace it.
+        That is the sum over the backward passes so far; the hook may replace it.
 
         Raises:
-            LayerError: it isn't a parameter, or has no gradient.
+            LayerError: it isn't a parameter, gets no gradient, or the hook takes other arguments.
         """
         _check_tensor(parameter)
         if not (parameter.requires_grad and parameter.is_leaf):
@@ -250,7 +253,6 @@ class HookSet:
                 f"a parameter of shape {tuple(parameter.shape)} gets no gradient: unfreeze it "
                 "(requires_grad_())"
             )
-
         _check_call(hook, ("parameter",), (extra, named))
 
         def call(changed: Tensor) -> None:
@@ -262,16 +264,16 @@ class HookSet:
         """Call `hook` at every layer of every network in the process (global module hooks).
 
         Args:
-            event: the method whose arguments the hook takes and whose return value it gives.
+            event: the name of the method of this class whose hooks have these arguments and result.
             hook: the function.
-            *extra: further arguments for the hook.
-            **named: further arguments by name.
+            *extra: further arguments of the hook.
+            **named: further arguments of the hook by name.
 
         Returns:
-            One handle.
+            A single handle.
 
         Raises:
-            LayerError: there is no such event.
+            LayerError: there is no such event, or the hook takes other arguments.
         """
         if event not in get_args(Event):
             raise LayerError(f"there is no hook event {event!r}; {nearest(event, get_args(Event))}")
@@ -302,7 +304,14 @@ class HookSet:
         ]
 
     def _register(self, event: Event, call: Hook, before: _Register, after: _Register) -> Handle:
-        """Register a hook; a backward hook stands there as hooks before and after the layer."""
+        """Register a hook; a backward hook is a pair of hooks before and after the layer.
+
+        Args:
+            event: the event to call the hook for.
+            call: the hook with its further arguments.
+            before: PyTorch's function that registers a forward-pre hook.
+            after: PyTorch's function that registers a forward hook.
+        """
         if event == "forward":
             return self._add(after(Attached(call)))
         if event == "forward_pre":
