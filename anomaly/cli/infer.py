@@ -23,7 +23,6 @@ from anomaly.files.writing import FOLDERS, HEATMAPS, PAGE, from_json, locked, re
 from anomaly.imaging.pool import Decoders, warm_up
 from anomaly.imaging.read import is_folder, list_files
 from anomaly.inference.pipeline import (
-    LINES,
     Finished,
     Inputs,
     Journal,
@@ -33,7 +32,7 @@ from anomaly.inference.pipeline import (
     resumable,
     watch,
 )
-from anomaly.inference.results import Outputs, Row, Tally, learned_by
+from anomaly.inference.results import LINES, Outputs, Row, Tally, learned_by
 from anomaly.maps.heatmap import SHOWN, Thumbnails
 from anomaly.report.page import About, gallery_html
 from anomaly.report.report import passed_in_evaluation

@@ -32,12 +32,14 @@ from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import is_image, list_files
 from anomaly.inference.results import (
+    LINES,
+    REGIONS,
+    RESULTS,
     Outputs,
     Part,
     Pictures,
     RegionRow,
     Row,
-    as_csv,
     as_jsonl,
     csv_header,
     csv_lines,
@@ -57,7 +59,6 @@ Predict: TypeAlias = Callable[
     [Iterable[list[NetworkInput] | UnusableImage]], Iterator[Prediction | UnusableImage]
 ]
 
-RESULTS, LINES, REGIONS = "results.csv", "results.jsonl", "regions.csv"
 _BEHIND = 16  # most scored images that wait for their pictures, in complete batches
 _LAST_SECONDS = 5.0  # time for these pictures after a stop
 _POLL_SECONDS = 0.5  # pause between two lists of the watched folders
@@ -152,6 +153,16 @@ class Finished:
     regions: tuple[RegionRow, ...] = ()
 
 
+_HEADERS = {RESULTS: csv_header(Row), LINES: "", REGIONS: csv_header(RegionRow)}
+
+
+def _table_lines(images: Sequence[Finished]) -> dict[str, str]:
+    """The lines of finished images in each table, by the table's file name."""
+    rows = [image.row for image in images]
+    regions = (region for image in images for region in image.regions)
+    return {RESULTS: csv_lines(rows), LINES: as_jsonl(rows), REGIONS: csv_lines(regions)}
+
+
 class Journal:
     """A file of JSON lines: the first describes the run, each further one finished images.
 
@@ -241,7 +252,7 @@ class RunJournal(Journal):
     def __init__(
         self, outputs: Outputs, about: Mapping[str, object], groups: Mapping[str, str] | None = None
     ) -> None:
-        self._regions, self._groups = "regions" in outputs.kinds, groups or {}
+        self._tables, self._groups = outputs.tables, groups or {}
         super().__init__(outputs.folder / JOURNAL, about)
 
     def __exit__(self, *error: object) -> None:
@@ -268,14 +279,12 @@ class RunJournal(Journal):
         images, folder = [self.done[index] for index in sorted(self.done)], self.file.parent
         if not images:
             return
-        rows = [image.row for image in images]
-        write(folder / RESULTS, as_csv(rows, Row))
-        write(folder / LINES, as_jsonl(rows))
-        if self._regions:
-            regions = [region for image in images for region in image.regions]
-            write(folder / REGIONS, as_csv(regions, RegionRow))
+        lines = _table_lines(images)
+        for name in self._tables:
+            write(folder / name, _HEADERS[name] + lines[name])
         if self._groups:
-            write(folder / "parts.csv", as_csv(judge_parts(rows, self._groups), Part))
+            parts = judge_parts([image.row for image in images], self._groups)
+            write(folder / "parts.csv", csv_header(Part) + csv_lines(parts))
 
     def finish(self, exit_code: int) -> None:
         """Write the file that marks the run as complete, and delete the journal.
@@ -571,19 +580,16 @@ class WatchJournal(Journal):
     ) -> None:
         self._seen = seen
         # Before `super().__init__`, which calls `restore` for each line of an earlier run.
-        headers = {RESULTS: csv_header(Row), LINES: ""}
-        if "regions" in outputs.kinds:
-            headers[REGIONS] = csv_header(RegionRow)
-        self._ends = dict.fromkeys(headers, 0)
+        self._ends = dict.fromkeys(outputs.tables, 0)
         self.earlier: dict[Path, Stamp] = {}
         self.arrived: list[tuple[Path, Stamp]] = []
         super().__init__(outputs.folder / WATCHED, about)
         self._tables = {
             name: GrowingFile(outputs.folder / name, end) for name, end in self._ends.items()
         }
-        for name, header in headers.items():
-            if not self._ends[name]:
-                self._tables[name].append(header.encode())
+        for name, table in self._tables.items():
+            if not table.end:
+                table.append(_HEADERS[name].encode())
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -592,13 +598,10 @@ class WatchJournal(Journal):
 
     def add(self, batch: Sequence[Finished]) -> None:
         """Write rows and regions of a batch of `arrived` into the tables."""
-        rows = [image.row for image in batch]
-        texts = {RESULTS: csv_lines(rows), LINES: as_jsonl(rows)}
-        if REGIONS in self._tables:
-            texts[REGIONS] = csv_lines(region for image in batch for region in image.regions)
+        lines = _table_lines(batch)
         # Rows first, then the line that makes them final: a crash in between loses no file.
-        for name, text in texts.items():
-            self._tables[name].append(text.encode("utf-8", "surrogateescape"))
+        for name, table in self._tables.items():
+            table.append(lines[name].encode("utf-8", "surrogateescape"))
         stamps = {image.row.path: self.arrived[image.index][1] for image in batch}
         self.commit({"files": stamps, "ends": {n: t.end for n, t in self._tables.items()}})
         for image in batch:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from anomaly.scoring.model import Model, Prediction
 
 
+RESULTS, LINES, REGIONS = "results.csv", "results.jsonl", "regions.csv"
+
+
 @dataclass(frozen=True)
 class Row:
     """One image's line in results.csv and results.jsonl; the fields are the columns, in order.
@@ -249,18 +252,13 @@ def _score(row: Row) -> float:
     return -math.inf if row.image_score is None else row.image_score
 
 
-def as_csv(rows: Iterable[DataclassInstance], kind: type[DataclassInstance]) -> str:
-    """Rows of one kind as CSV with a header; floats have all their digits."""
-    return csv_header(kind) + csv_lines(rows)
-
-
 def csv_header(kind: type[DataclassInstance]) -> str:
-    """The header line: the names of the dataclass's fields."""
+    """The header line of a CSV table: the names of the dataclass's fields."""
     return csv_text([[field.name for field in fields(kind)]])
 
 
 def csv_lines(rows: Iterable[DataclassInstance]) -> str:
-    """The lines below the header."""
+    """Rows as lines of CSV; floats have all their digits."""
     return csv_text(asdict(row).values() for row in rows)
 
 
@@ -355,6 +353,11 @@ class Outputs:
     folder: Path
     kinds: Set[str] = frozenset({"heatmaps", "page"})
 
+    @property
+    def tables(self) -> list[str]:
+        """File names of the tables with a row for each image or region."""
+        return [RESULTS, LINES, *([REGIONS] if "regions" in self.kinds else [])]
+
     def begin(self, *, watch: bool, resume: bool, overwrite: bool) -> bool:
         """Check that a run can use the folder; deletes nothing.
 
@@ -384,7 +387,7 @@ class Outputs:
                 f"{self.folder} holds an earlier run; add --resume to continue it, --overwrite to "
                 "start again, or give another --output"
             )
-        complete = not (watch or same_kind) and resume and (self.folder / "results.csv").exists()
+        complete = not (watch or same_kind) and resume and (self.folder / RESULTS).exists()
         claim(self.folder, () if resume and (same_kind or complete) else INFER, overwrite=overwrite)
         remove_drafts(self.folder, FOLDERS)
         return complete
