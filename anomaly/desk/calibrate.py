@@ -35,7 +35,7 @@ from anomaly.desk.change import (
 from anomaly.errors import DataError, counted, first_of, some
 from anomaly.runtime import StageProgress
 from anomaly.scoring.model import Model, Scored, score
-from anomaly.storage.thresholds import change, earlier_thresholds, recorded
+from anomaly.storage.thresholds import changes_with, earlier_thresholds, recorded
 
 log = logging.getLogger(__name__)
 
@@ -174,8 +174,7 @@ def recalibrate(
     if defects:
         images["defects"] = {str(defect.path): defect.sha256 for defect in defects}
     rates = verdicts.defects_found(limits, defects)
-    record = change(wishes.values(), model.thresholds, limits, images, rates)
-    changes = (*model.changes, {**record, "model_before": model.model_id})
+    changes = changes_with(model, wishes.values(), limits, images, rates)
     after = replace(model, thresholds=limits, model_id="", folder=None, changes=changes)
     notes = list(_notes(rates or {}, [*taken]))
     doubts = [verdicts.refusal, "" if wishes.undo else _doubt_about(model.thresholds, limits)]

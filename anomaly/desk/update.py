@@ -31,7 +31,7 @@ from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.model import Model, score
 from anomaly.storage.folder import appearing, find_model
 from anomaly.storage.models import save
-from anomaly.storage.thresholds import change, changes_of
+from anomaly.storage.thresholds import changes_of, changes_with
 from anomaly.training.features import CachedFeatures, TrainingSetup, cached_features
 from anomaly.training.fit import cross_fit, good_scores
 from anomaly.training.runs import training_record
@@ -83,13 +83,9 @@ def update(
     before, after = model.thresholds, learned.model.thresholds
     assert before is not None  # `learn` requires thresholds
     assert after is not None
-    record = change(
-        {"updated": {"include_suspects": include_suspects}},
-        before,
-        after,
-        {"learned": learned.hashes},
-        verdicts.defects_found(after, known[DEFECTS]),
-    )
+    rates = verdicts.defects_found(after, known[DEFECTS])
+    wishes = {"updated": {"include_suspects": include_suspects}}
+    changes = changes_with(model, wishes, after, {"learned": learned.hashes}, rates)
     if caution := ThresholdChange(before, after).caution:
         log.warning(caution)
     # The suspects aside: the notes compare the same images before and after.
@@ -105,11 +101,8 @@ def update(
         f"learned {count}; each scored without itself: {now}",
         f"before the update: {_verdicts(image.verdict(before) for image in scored_before)}",
     ]
-    changes = (*model.changes, record | {"model_before": model.model_id})
-    new = replace(learned.model, changes=changes)
-    return Change(
-        model, new, verdicts, notes, [verdicts.refusal] if verdicts.refusal else [], refused
-    )
+    new, doubts = replace(learned.model, changes=changes), list(filter(None, [verdicts.refusal]))
+    return Change(model, new, verdicts, notes, doubts, refused)
 
 
 def _verdicts(verdicts: Iterable[str]) -> str:

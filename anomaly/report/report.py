@@ -205,7 +205,9 @@ def evaluated(
     # A user's own name for the folder is the better one in commands that the report proposes.
     folder = folder or detector.folder
     training = {} if folder is None else training_of(folder, detector.model_id)
-    run = Run(detector, folder or Path("RUN"), training, tested)
+    # The proposed commands take no export.
+    named = folder if folder and detector.extractor.engine == "torch" else Path("RUN")
+    run = Run(detector, named, training, tested)
     return Category(
         evaluation=evaluation,
         about=About.of(detector, folder or ""),

@@ -160,34 +160,36 @@ def _since_update(history: bytes) -> Iterator[dict[str, Any]]:
     return takewhile(lambda entry: "updated" not in entry["asked"], newest_first)
 
 
-def change(
+def changes_with(
+    model: Model,
     asked: Mapping[str, Any],
-    before: Thresholds | None,
-    after: Thresholds | None,
+    after: Thresholds,
     images: Mapping[str, Mapping[str, str]],
-    defects_found: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """An entry of a model's history about a change of thresholds, without the models' ids.
+    defects_found: Mapping[str, Any] | None,
+) -> tuple[Mapping[str, Any], ...]:
+    """The changes of a model's thresholds since loading, and one more, for its history.
 
     Args:
+        model: the model before the change.
         asked: options of the command that made the change, with their values.
-        before: the thresholds before the change; None if there were none.
-        after: the new thresholds; None if there are none.
+        after: the new thresholds.
         images: sha256 of the images given for the change, by kind (good, defects) and name.
         defects_found: share of the given defects that is caught; None where none were given.
     """
-    left_out = () if after is None else after.good.left_out
-    return {
+    before = model.thresholds
+    entry = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "software_version": __version__,
         "asked": dict(asked),
         "before": None if before is None else before.to_json(),
         "scores_before": _scores(before),
-        "after": None if after is None else after.to_json(),
+        "after": after.to_json(),
         "images": {kind: dict(hashes) for kind, hashes in images.items()},
-        "left_out": list(left_out),
+        "left_out": list(after.good.left_out),
         "defects_found": defects_found,
+        "model_before": model.model_id,
     }
+    return (*model.changes, entry)
 
 
 def write_history(
