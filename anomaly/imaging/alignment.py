@@ -142,7 +142,13 @@ class Pose:
 
 
 def _at(motion: Motion, size: tuple[int, int], points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Points (…, 2) of a picture of (H, W), moved; x and y in pixels from the corner."""
+    """Points of a picture, moved.
+
+    Args:
+        motion: motion of the points.
+        size: (H, W) of the picture, about whose middle the motion turns.
+        points: points (…, 2) as (x, y), in pixels from the corner.
+    """
     matrix = motion.matrix(size)
     # The matrix takes pixel indices; the centre of pixel 0 lies at 0.5.
     return np.asarray((points - 0.5) @ matrix[:, :2].T + matrix[:, 2] + 0.5)
@@ -307,7 +313,13 @@ class Reference:
         return np.asarray(np.linalg.pinv((flat @ flat.T).astype(np.float64)) @ flat, np.float32)
 
     def _refined(self, grey: Grey, motion: Motion, steps: int) -> tuple[Motion, float]:
-        """A motion refined by Gauss-Newton steps, at most `steps`, and its correlation."""
+        """A motion refined by Gauss-Newton steps, and its correlation.
+
+        Args:
+            grey: grey picture of the reference's size.
+            motion: the motion to start from.
+            steps: most steps.
+        """
         for _ in range(steps):
             *turn, x, y = (self._solver @ (_moved(grey, motion) - self.picture).ravel()).tolist()
             step = Motion(turn[0] if turn else 0.0, x, y)
@@ -357,7 +369,12 @@ class Reference:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, NDArray[Any]], *, rigid: bool) -> Reference:
-        """The reference of saved `tensors`."""
+        """The reference of saved arrays.
+
+        Args:
+            tensors: arrays of `tensors`, by name.
+            rigid: True if parts turn and shift; False if they only shift.
+        """
         lowest, highest = (Motion(*row) for row in tensors["bounds"].tolist())
         return cls(tensors["picture"], rigid, float(tensors["least"]), lowest, highest)
 
@@ -425,12 +442,12 @@ def learn(pictures: Sequence[Grey], *, rigid: bool) -> tuple[Reference, int]:
     typical = float(np.quantile([*fits, *[0.0] * (len(shapes) - len(greys))], 0.05))
     elsewhere = np.quantile(list(map(reference.elsewhere, greys, motions)), 0.95)
     if typical < _LEAST_CORRELATION or elsewhere > _ELSEWHERE:
-        reason = f"match by {typical:.2f}, and {_LEAST_CORRELATION:.2f} is needed"
+        reason = f"match by {typical:.2f}, but {_LEAST_CORRELATION:.2f} is needed"
         if typical >= _LEAST_CORRELATION:
-            reason = "match nearly as well at other places"
+            reason = "match nearly as well when they are shifted"
         raise DataError(
-            "image.align: the pose of the part can't be found: aligned with each other, the "
-            f"training images {reason}, as images of a surface do; train with image.align=none"
+            "image.align: there is no part to align, as in images of a surface: the training "
+            f"images {reason}; train with image.align=none"
         )
     least = _WORSE * typical
     shares = np.array(motions) / (1, shape[1], shape[0])

@@ -200,7 +200,12 @@ def source_of(given: ImageLike, decoding: Decoding, index: int | None = None) ->
 def sources(
     images: Iterable[ImageLike], decoding: Decoding
 ) -> Iterator[tuple[int, Path | Image | UnusableImage]]:
-    """Index of each image, and its file, its pixels, or the reason why it can't be used."""
+    """Index of each image, and its file, its pixels, or the reason why it can't be used.
+
+    Args:
+        images: paths, or pixels in memory.
+        decoding: limits and bit depth, as for files.
+    """
     for index, image in enumerate(images):
         try:
             yield index, source_of(image, decoding, index)
@@ -220,7 +225,13 @@ def is_one(images: Any) -> TypeGuard[ImageLike]:
 
 
 def _is(value: Any, module: str, name: str) -> bool:
-    """True if a value is of a library's class; a value's library has been imported by somebody."""
+    """True if a value is of a library's class; the library isn't imported for the question.
+
+    Args:
+        value: any value.
+        module: the module of the class.
+        name: name of the class.
+    """
     return isinstance(value, getattr(sys.modules.get(module), name, ()))
 
 
@@ -279,7 +290,12 @@ def module_of(values: Array) -> Any:
 
 
 def like(values: NDArray[Any], other: Array) -> Array:
-    """Values as an array, or as a tensor on the device of `other`, as `other` is; same dtype."""
+    """An array converted to the kind of `other`, its dtype kept.
+
+    Args:
+        values: the array.
+        other: an array, or a tensor, to whose device the values go.
+    """
     if isinstance(other, np.ndarray):
         return values
     return import_module("torch").from_numpy(values).to(other.device)

@@ -180,7 +180,7 @@ def _directories(data: bytes) -> Iterator[Tags]:
 
 
 def _first(tags: Tags, tag: int, default: int = 0) -> int:
-    """First value of a tag; the default for a missing tag."""
+    """First value of a tag, such as `_WIDTH`; the default for a missing tag."""
     values = tags.get(tag, _NOTHING)
     return int(values[0]) if len(values) else default
 
@@ -465,6 +465,10 @@ def tiff(data: bytes) -> ImageHeader:
 
 def _samples(page: Tags, order: str) -> tuple[int, np.dtype[Any], int, bool]:
     """Channels, number type, compression, and True for differences from the pixel to the left.
+
+    Args:
+        page: directory of the page.
+        order: `<` for a little-endian file, `>` for a big-endian one.
 
     Raises:
         ImageError: `unsupported`: not plain grey or RGB in strips.

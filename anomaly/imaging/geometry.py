@@ -49,8 +49,8 @@ def check_shape(size: tuple[int, int]) -> None:
     """
     if is_strip(size):
         raise DataError(
-            f"its {size[1]}×{size[0]} pixels are too thin: one side may be {_THINNEST} times as "
-            "long as the other at most; set image.tile, or cut it into pieces"
+            f"its {size[1]}×{size[0]} pixels are too thin: one side may be at most {_THINNEST} "
+            "times as long as the other; set image.tile, or cut the image into pieces"
         )
 
 
@@ -139,7 +139,7 @@ class View:
         return len(self.rows) == len(self.columns) == 1
 
     def tile_at(self, row: int, column: int) -> View:
-        """View of one tile."""
+        """View of the tile in a row and a column of tiles."""
         return View((self.rows[row],), (self.columns[column],), self.pose)
 
     def shrunk(self, times: float) -> View:
@@ -206,7 +206,7 @@ class Sizing:
                 raise DataError(
                     f"its {source[1]}×{source[0]} pixels would be {width}×{height} for the "
                     f"network, but a side may have at most {_LONGEST_INPUT}; lower image.area, or "
-                    "cut it into pieces"
+                    "cut the image into pieces"
                 )
             axes = [AxisView(*both, 0, both[1]) for both in zip(source, sides, strict=True)]
         else:
@@ -242,8 +242,13 @@ class Sizing:
         return max(1, round(side / self.multiple)) * self.multiple
 
     def _tiles(self, length: int, tile: int) -> Axis:
-        """Tiles of one size, as few as cover an axis of `length` pixels, spread evenly."""
-        side = min(tile, length)
+        """Tiles of one size, as few as cover an axis, spread evenly.
+
+        Args:
+            length: length of the axis in original pixels.
+            tile: length of a tile in original pixels.
+        """
+        side = min(tile, length)  # an image that is smaller than a tile is one smaller tile
         step = tile - self.overlap
         count = 1 + max(0, math.ceil((length - tile) / step))
         starts = np.rint(np.linspace(0, length - side, count)).astype(int).tolist()
@@ -334,7 +339,12 @@ class Polygons:
     corners: tuple[Polygon, ...]
 
     def inside(self, size: tuple[int, int], strip: slice) -> Mask:
-        """Mask of the pixel centres inside, in some rows of an image of (H0, W0) pixels."""
+        """Mask (rows, W0) of the pixels whose centres lie inside.
+
+        Args:
+            size: (H0, W0) of the image.
+            strip: rows of the image.
+        """
         y = np.arange(*strip.indices(size[0])) + 0.5
         mask = np.zeros((len(y), size[1]), dtype=bool)
         for polygon in self.corners:
@@ -354,7 +364,11 @@ class DrawnMask:
     pixels: Mask
 
     def inside(self, size: tuple[int, int], strip: slice) -> Mask:
-        """Mask of the pixels inside, in some rows of an image of (H0, W0) pixels.
+        """Mask (rows, W0) of the pixels inside.
+
+        Args:
+            size: (H0, W0) of the image.
+            strip: rows of the image.
 
         Raises:
             DataError: the image has another aspect.
@@ -363,7 +377,8 @@ class DrawnMask:
         if aspect_error(size, height / width) > _PICTURE_TOLERANCE:
             raise DataError(
                 f"its {size[1]}×{size[0]} pixels have another shape than the mask of "
-                f"{width}×{height} that says where to look"
+                f"{width}×{height} that says where to look; crop the image to that shape, or draw "
+                "another mask"
             )
         rows = np.arange(*strip.indices(size[0])) * height // size[0]
         columns = np.arange(size[1]) * width // size[1]
@@ -450,7 +465,12 @@ def beyond(region: Region, layout: View) -> tuple[float, float]:
 
 @lru_cache(maxsize=32)
 def _ends(region: Region, size: tuple[int, int]) -> NDArray[np.float64]:
-    """First and last pixel (x, y) of each row of a region; no other pixel lies farther out."""
+    """Outermost pixels (n, 2) of a region, as (x, y): the first and the last one of each row.
+
+    Args:
+        region: region of the image.
+        size: (H0, W0) of the image.
+    """
     inside = region.inside(size)
     rows = np.flatnonzero(inside.any(axis=1))
     first, last = inside.argmax(axis=1), size[1] - 1 - inside[:, ::-1].argmax(axis=1)
@@ -459,7 +479,16 @@ def _ends(region: Region, size: tuple[int, int]) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=32)
 def _patches(region: Region, layout: View, grid: tuple[int, int]) -> Mask:
-    """Mask (h, w) of the patches of which half lies in a region; the arguments are `counted`'s."""
+    """Mask (h, w) of the patches at least half of which lies in a region.
+
+    Args:
+        region: region of the image that counts.
+        layout: view of the image.
+        grid: (h, w) of the patches; with tiles, of one tile.
+
+    Raises:
+        DataError: there is no such patch.
+    """
     size = layout.source
     (above, below), (left, right) = (
         patch_edges(pieces, patches) for pieces, patches in zip(layout.axes, grid, strict=True)
@@ -497,7 +526,13 @@ def patch_edges(pieces: Axis, patches: int) -> NDArray[np.float64]:
 def _sums(
     values: NDArray[np.generic], starts: NDArray[np.float64], stops: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Integrals of each row's values between fractional positions, (rows, len(starts))."""
+    """Integrals (rows, n) of each row's values between n pairs of fractional positions.
+
+    Args:
+        values: values (rows, columns) of pixels.
+        starts: positions (n,) in pixels where the integrals start.
+        stops: positions (n,) where they end.
+    """
     totals = np.zeros((len(values), values.shape[1] + 1))
     np.cumsum(values, axis=1, out=totals[:, 1:])
     before, until = (interpolated(places + 0.5, totals.T) for places in (starts, stops))

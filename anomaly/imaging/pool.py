@@ -64,7 +64,7 @@ _PIPE_BYTES = 1 << 20  # holds an image of the network's size; 64 kB take 3 ms m
 
 # Verbs for messages, by the method of `Worker` that a request names.
 _DOING = {"call": "reading", "load": "decoding", "finish": "drawing"}
-_ABANDONED = "wasn't waited for"
+_ABANDONED = "was stopped, as the program ends"
 
 Item = TypeVar("Item")
 
@@ -165,7 +165,15 @@ class Decoders:
     def _answer(
         self, process: _DecoderProcess, name: str, index: int, source: Path | bytes, *what: Any
     ) -> Any:
-        """Answer of a process that `load`s or `finish`es an image; `UnusableImage` on failure."""
+        """Answer of a process about an image; `UnusableImage` if the image failed.
+
+        Args:
+            process: the decoding process.
+            name: method of `Worker`: `load` or `finish`.
+            index: number of the image.
+            source: the file, or its bytes.
+            what: further arguments of the method.
+        """
         answer = process.ask(self, name, index, source, *what)
         if isinstance(answer, ImageError):
             return UnusableImage(index, answer.status, f"{described(index, source)}: {answer}")
@@ -318,6 +326,12 @@ class _DecoderProcess:
         self, child: subprocess.Popen[bytes], task: Decoders | None, name: str, arguments: Any
     ) -> tuple[bool, Any]:
         """Send a request, and receive (True, result) or (False, error).
+
+        Args:
+            child: the running process.
+            task: the task that the request belongs to; it is sent once.
+            name: method of `Worker`.
+            arguments: arguments of that method.
 
         Raises:
             OSError, EOFError, UnpicklingError: the process ended before it had answered.
@@ -519,7 +533,12 @@ class Worker:
         return function(*arguments)
 
     def load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
-        """Load an image; keep it if it is to be drawn, hand it over if it is cut into tiles."""
+        """Load an image; keep it if it is to be drawn, hand it over if it is cut into tiles.
+
+        Args:
+            index: number of the image.
+            source: the file, or its bytes.
+        """
         loaded = load(index, source, self._task.loading, looks=self._task.looks)
         if isinstance(loaded, UnusableImage):
             return loaded
@@ -532,7 +551,13 @@ class Worker:
         return replace(loaded, image=loaded.image if handed else None, render=_elsewhere)
 
     def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
-        """Draw the pictures of an image, and forget the image."""
+        """Draw the pictures of a loaded image, and forget the image.
+
+        Args:
+            index: number of the image.
+            source: the file, or its bytes, which are read again if the image wasn't kept.
+            what: arguments of `pictures.write` behind the image.
+        """
         try:
             image = self._kept.pop((self._task.number, index), None)
             if image is None:

@@ -311,8 +311,8 @@ def out_of_memory() -> str:
 def say_unstated_bits(bits: int) -> str:
     """Warning that 16-bit files hold so many bits of camera data, with the setting for it."""
     return (
-        f"no 16-bit image uses more than {bits} bits: if that is what the camera has, say so with "
-        f"image.bit_depth={bits}, or they are seen all but black"
+        f"no 16-bit image uses more than {bits} bits, so the network sees them nearly black; if "
+        f"the camera has {bits} bits, set image.bit_depth={bits}"
     )
 
 
@@ -354,6 +354,7 @@ def turned_upright(pixels: Pixels, orientation: int) -> Pixels:
     if orientation in (5, 6, 7, 8):
         pixels = np.asarray(cv2.transpose(pixels))
     # Transposed or not, the picture now lacks only a mirroring of rows, columns or both.
+    # OpenCV's codes: 0 flips the rows, 1 the columns, -1 both.
     flip = {2: 1, 3: -1, 4: 0, 6: 1, 7: -1, 8: 0}.get(orientation)
     return pixels if flip is None else np.asarray(cv2.flip(pixels, flip))
 
@@ -446,4 +447,5 @@ def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
 
 
 def _refuse(error: OSError) -> None:
+    """Raise a DataError for a folder that can't be listed."""
     raise DataError(f"{error.filename}: can't list this folder ({why(error)})") from None

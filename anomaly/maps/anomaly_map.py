@@ -162,7 +162,13 @@ def without_halo(scores: Array, damping: float, tiles: tuple[int, int] = (1, 1))
 
 
 def _highest_around(scores: Array, tiles: tuple[int, int], reach: int = 1) -> Array:
-    """Highest score (…, h, w) within `reach` rows and columns of each patch, in the same tile."""
+    """Highest score (…, h, w) around each patch, in the same tile.
+
+    Args:
+        scores: scores (…, h, w); NaN doesn't count.
+        tiles: number of tiles (rows, columns) whose grids make up h and w.
+        reach: rows and columns around the patch that are compared.
+    """
     *lead, height, width = scores.shape
     rows, columns = tiles
     each = scores.reshape(*lead, rows, height // rows, columns, width // columns)
@@ -221,7 +227,12 @@ def source_map(
 
 @lru_cache(maxsize=64)
 def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np.float32]:
-    """One axis of a network map from one axis of the patch grid.
+    """Matrix from one axis of the patch grid to one axis of the network map.
+
+    Args:
+        patches: number of patches.
+        size: number of network pixels.
+        smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
 
     Returns:
         (size, patches), rows sum to 1.
@@ -232,7 +243,7 @@ def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np
 
 
 def _smoothed(rows: NDArray[np.float64], sigma: float) -> NDArray[np.float64]:
-    """Rows (size, n) smoothed along their axis by a Gaussian, mirrored at the borders.
+    """A matrix (size, n) whose columns are smoothed by a Gaussian, mirrored at the ends.
 
     The border and the kernel's end at 4σ are those of SciPy's `gaussian_filter`.
     """
@@ -255,6 +266,11 @@ def _blocks(
 
     The whole matrix of a long image in tiles would take gigabytes, nearly all of them zeros.
 
+    Args:
+        patches: number of patches of all pieces.
+        pieces: one axis of a view.
+        smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
+
     Returns:
         For each piece its view, the columns of its patches, and the block (source, patches of the
         piece) with NaN rows where a crop hides the image.
@@ -273,7 +289,12 @@ def _blocks(
 
 
 def map_matrix(patches: int, axis: AxisView, smoothing: float) -> NDArray[np.float32]:
-    """One axis of an untiled image's anomaly map from one axis of the patch grid.
+    """Matrix from one axis of the patch grid to one axis of an untiled image's anomaly map.
+
+    Args:
+        patches: number of patches.
+        axis: the axis of the view.
+        smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
 
     Returns:
         (source, patches), rows sum to 1; NaN in rows that a crop hides.

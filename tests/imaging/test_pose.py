@@ -144,7 +144,7 @@ def test_surfaces_have_no_pose(kind: str) -> None:
         grain = cv2.GaussianBlur(rng.normal(size=(96, 96)), (0, 0), 3)
         pictures.append((weave if kind == "weave" else grain).astype(np.float32))
     for rigid in (True, False):
-        with pytest.raises(DataError, match="the pose of the part can't be found"):
+        with pytest.raises(DataError, match="there is no part to align"):
             learn(pictures, rigid=rigid)
 
 
