@@ -11,7 +11,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,26 @@ import pytest
 import torch
 from kit import until
 
+from anomaly.inference.results import Row
 from anomaly.line.commands import named
-from anomaly.line.record import Record
+from anomaly.line.record import Answer, Record
 from anomaly.line.server import listening, serve
 from anomaly.line.service import InspectionService, make_app
 from anomaly.line.sinks import Sink
 from anomaly.storage.folder import find_models
+
+
+def answer(
+    verdict: str, number: int = 0, status: str = "ok", size: int = 1000, **values: Any
+) -> Answer:
+    """The answer to a part, with a file of so many bytes; more values of its row."""
+    score = 1.0 if status == "ok" else None
+    row = Row(
+        *(f"{number}.png", f"{number:064x}", status, score, None, 1.0, 2.0, verdict, "", "0" * 16),
+        *("0", "calibrated", ""),
+        time=f"2026-01-01T00:00:{number % 60:02}.000+00:00",
+    )
+    return Answer("disc", replace(row, **values), bytes(size), b"small")
 
 
 @dataclass

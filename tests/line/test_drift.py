@@ -8,19 +8,21 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import Command
+from conftest import Says
+from running import answer
 
 from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_from
 from anomaly.errors import DataError
 from anomaly.inference.results import Row, as_jsonl
 from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of, scores_of
 from anomaly.line.models import ModelSlot, Version
-from anomaly.line.record import Answer, Record, open_to_read
+from anomaly.line.record import Answer, Record, in_utc, open_to_read
 from anomaly.storage.folder import model_id
 from anomaly.storage.models import load_model
 
@@ -114,12 +116,11 @@ def test_a_shift_of_one_standard_deviation_is_told_in_time() -> None:
 
 
 def rows(model: str, scores: list[float]) -> list[Row]:
+    """Rows of a second each."""
+    begin = datetime(2026, 1, 1, tzinfo=UTC)
+    times = [begin + timedelta(seconds=i) for i in range(len(scores))]
     return [
-        Row(
-            *(f"={i}.png", f"{i:064x}", "ok", score, None, None, None, "good", "", model, "0"),
-            *("calibrated", ""),
-            time=f"2026-01-01T{i // 3600:02}:{i // 60 % 60:02}:{i % 60:02}.000+00:00",
-        )
+        answer("good", i, image_score=score, model_id=model, time=in_utc(times[i])).row
         for i, score in enumerate(scores)
     ]
 
@@ -152,7 +153,7 @@ def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_service_sees_what_the_report_says(
-    run_folder: Path, tmp_path: Path, command: Command
+    run_folder: Path, tmp_path: Path, says: Says
 ) -> None:
     loaded = load_model(run_folder, "cpu")
     assert loaded.thresholds is not None
@@ -166,9 +167,9 @@ def test_the_service_sees_what_the_report_says(
 
     def agree(alarm: bool) -> None:
         arguments = ["--record", file, *days, "--output", output, "--overwrite"]
-        code, out, _ = command("report", arguments)
+        out = says(alarm, "report", arguments)
         page, said = (output / "report.html").read_text(), slot.drifted()
-        assert (code, said["alarm"]) == (alarm, alarm)
+        assert said["alarm"] == alarm
         assert said["compared"] == ("more" if alarm else "as promised")
         assert ("The scores have drifted" in out) == alarm
         assert all(f"{loaded.model_id}: {line}" in page for line in said["lines"])
@@ -197,20 +198,19 @@ def test_the_service_sees_what_the_report_says(
 
 
 def test_rows_from_before_a_recalibration_count(
-    run_folder: Path, tmp_path: Path, command: Command
+    run_folder: Path, tmp_path: Path, says: Says
 ) -> None:
     run = shutil.copytree(run_folder, tmp_path / "run")
     found = rows(model_id(run / "model"), [1.0, 1.1, 1.2])
     (tmp_path / "results.jsonl").write_text(as_jsonl(found))
     for threshold in (7, 8):
         arguments = ["--model", run, "--threshold", threshold, "--yes"]
-        assert command("calibrate", arguments)[0] == 0
+        says(0, "calibrate", arguments)
     report = ["--record", tmp_path, "--model", run, "--from", "2026-01-01", "--to", "2026-01-01"]
     report += ["--output", tmp_path / "report", "--overwrite"]
 
     def drift() -> str:
-        code, _, err = command("report", report)
-        assert code == 0, err
+        says(0, "report", report)
         return (tmp_path / "report" / "report.html").read_text()
 
     page = drift()

@@ -8,7 +8,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from test_record import PNG, answer
+from running import answer
+from test_record import PNG
 
 from anomaly.errors import AnomalyError, OutputError
 from anomaly.line.record import Record, confirmed_parts, safe_name

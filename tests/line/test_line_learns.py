@@ -10,9 +10,9 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from conftest import Command, write_part
-from running import serving
-from test_record import PNG, answer
+from conftest import Says, write_part
+from running import answer, serving
+from test_record import PNG
 
 from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
@@ -29,7 +29,7 @@ def part(folder: Path, seed: int, mark: tuple[int, int] | None = None) -> Path:
     return file
 
 
-def test_what_people_say_is_learned(run_folder: Path, tmp_path: Path, command: Command) -> None:
+def test_what_people_say_is_learned(run_folder: Path, tmp_path: Path, says: Says) -> None:
     models = tmp_path / "models"
     shutil.copytree(run_folder, models / "disc")
     goods = [part(tmp_path, 800 + i) for i in range(8)]
@@ -44,12 +44,11 @@ def test_what_people_say_is_learned(run_folder: Path, tmp_path: Path, command: C
         # The record is in use all the while.
         new, record = models / "disc_lamp", models / "line.sqlite"
         arguments = ["--model", models / "disc", "--feedback", record, "--output", new]
-        code, out, err = command("update", arguments)
-    assert code == 0, err
+        out = says(0, "update", arguments)
     judged = [len([*(new / "judged" / kind).iterdir()]) for kind in ("good", "defect")]
     assert judged == [8, 2]
-    code, _, err = command("update", [*arguments, "--overwrite"])
-    assert (code, "isn't from an earlier run, so it isn't deleted" in err) == (2, True)
+    refusal = says(2, "update", [*arguments, "--overwrite"])
+    assert "isn't from an earlier run, so it isn't deleted" in refusal
     assert "learned 8 good images" in out
     assert "known defects caught: 5 of 5 before, 5 after" in out  # the test split's, too
     assert "past parts flagged: 1 of 1 before, 0 after" in out

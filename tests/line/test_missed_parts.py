@@ -9,7 +9,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from conftest import Command, run_command, train_arguments, write_part
+from conftest import Says, run_command, train_arguments, write_part
 from running import serving
 
 from anomaly.desk.golden import keep_missed, write_record
@@ -45,7 +45,7 @@ def test_a_version_that_loses_a_known_defect_isnt_deployed(
     run_folder: Path,
     tmp_path: Path,
     faint: Path,
-    command: Command,
+    says: Says,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What the line's model misses as well is no reason; known defects go along, and back."""
@@ -53,28 +53,26 @@ def test_a_version_that_loses_a_known_defect_isnt_deployed(
     new = Path(shutil.copytree(run_folder, tmp_path / "new"))
     kept = keep_missed(run / "model", "faint.png", faint.read_bytes()).name
     arguments = ["--to", run, "--model"]
-    code, out, _ = command("deploy", [*arguments, new])
-    assert (code, "holds this model already; nothing was changed" in out) == (0, True)
+    assert "holds this model already; nothing was changed" in says(0, "deploy", [*arguments, new])
     by_hand = ["--model", new, "--yes", "--threshold", 9.0]
-    assert command("calibrate", by_hand)[0] == 0
-    code, out, err = command("deploy", [*arguments, new])
-    assert (code, "add --yes" in err) == (1, True)
+    says(0, "calibrate", by_hand)
+    out = says(1, "deploy", [*arguments, new])
+    assert "add --yes" in out
     assert "known defects caught: 3 of 4 before, 0 after" in out
     assert "3 known defects now caught would be called good (test/spot/000.png" in caplog.text
     assert not (run / "earlier").exists()
-    assert command("deploy", [*arguments, new, "--yes"])[0] == 0
+    says(0, "deploy", [*arguments, new, "--yes"])
     assert (run / "golden" / "missed" / kept).read_bytes() == faint.read_bytes()
     assert json.loads((run / "golden" / "golden.json").read_text())["images"] == {}
     write_part(tmp_path / "other.png", seed=4343)
     later = keep_missed(run / "model", "other.png", (tmp_path / "other.png").read_bytes()).name
     # The one before misses only what this one misses, too: it needs no word.
-    code, out, err = command("deploy", ["--to", run, "--back"])
-    assert (code, "Still missed, as before: 2." in out) == (0, True), err
+    assert "Still missed, as before: 2." in says(0, "deploy", ["--to", run, "--back"])
     assert sorted(p.name for p in (run / "golden" / "missed").iterdir()) == sorted([kept, later])
 
 
 def test_another_products_model_isnt_deployed(
-    run_folder: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+    run_folder: Path, tmp_path: Path, says: Says, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whether the line's good parts are known, or only what its model has learned."""
     (tmp_path / "stripes").mkdir()
@@ -88,11 +86,10 @@ def test_another_products_model_isnt_deployed(
     line = tmp_path / "line"
     shutil.copytree(run_folder / "model", line / "model")
     arguments = ["--model", tmp_path / "other", "--to", line]
-    code, _, err = command("deploy", arguments)
-    assert (code, "add --yes" in err) == (1, True)
+    assert "add --yes" in says(1, "deploy", arguments)
     assert "has learned other parts than the present model: another product?" in caplog.text
     for i in range(3):
         write_part(line / "golden" / f"{i}.png", seed=900 + i)
     write_record(line / "golden", "", {})
-    assert command("deploy", arguments)[0] == 1
+    says(1, "deploy", arguments)
     assert "flags 3 of 3 parts that the present model calls good: another" in caplog.text

@@ -13,24 +13,14 @@ from pathlib import Path
 
 import pytest
 from kit import unprivileged
+from running import answer
 
 from anomaly.errors import DataError, OutputError
-from anomaly.inference.results import Row
 from anomaly.line.record import Answer, Record, confirmed_parts
 from anomaly.line.report import Period, parts_of
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
 WORDS = b"these are words, and enough of them to be more than a header of SQLite's\n" * 9
-
-
-def answer(verdict: str, number: int = 0, status: str = "ok", size: int = 1000) -> Answer:
-    score = 1.0 if status == "ok" else None
-    row = Row(
-        *(f"{number}.png", f"{number:064x}", status, score, None, 1.0, 2.0, verdict, "", "0" * 16),
-        *("0", "calibrated", ""),
-        time=f"2026-01-01T00:00:{number % 60:02}.000+00:00",
-    )
-    return Answer("disc", row, bytes(size), b"small")
 
 
 def rejects(*numbers: int) -> list[Answer]:

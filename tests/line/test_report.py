@@ -18,20 +18,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Command
-from running import Served
+from conftest import Says
+from running import Served, answer
 
 from anomaly.calibration.rates import rate_of
-from anomaly.inference.results import Row, as_jsonl
+from anomaly.inference.results import as_jsonl
 from anomaly.line.models import Version
 from anomaly.line.record import Answer, Record
 from anomaly.line.report import Period, report
 from anomaly.storage.models import load_model
 
-_ROW = Row(
-    *("part.png", "", "ok", 1.0, None, 1.0, 2.0, "good", "", "a" * 16, "0", "calibrated", ""),
-    milliseconds=50.0,
-)
 _BEGIN = datetime(2026, 10, 24, tzinfo=UTC)
 DAY = Period(_BEGIN, _BEGIN + timedelta(days=1))
 Part = namedtuple("Part", "version outcome judged kind day once")
@@ -47,20 +43,20 @@ def in_berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def answer(score: float | None, at: datetime, number: int, model: str = "a" * 16) -> Answer:
-    status, verdict = ("ok", "good") if score is not None else ("unreadable", "")
-    if score is not None and score > 1:
-        verdict = "reject" if score > 2 else "review"
-    row = replace(
-        _ROW, path=f"{number}.png", image_sha256=f"{number:064x}" * (status == "ok"), status=status,
-        image_score=score, verdict=verdict, model_id=model,
-        time=at.isoformat(timespec="milliseconds"),
-    )  # fmt: skip
-    return Answer("disc", row, b"file", b"heatmap %d" % number)
+def scored(score: float | None, at: datetime, number: int, model: str = "a" * 16) -> Answer:
+    """The answer to a part with thresholds of 1 and 2; without a score it couldn't be read."""
+    values = {
+        "image_score": score,
+        "model_id": model,
+        "time": at.isoformat(timespec="milliseconds"),
+    }
+    if score is None:
+        return answer("", number, "unreadable", image_sha256="", **values)
+    return answer("reject" if score > 2 else "review" if score > 1 else "good", number, **values)
 
 
 def answers(*scores: float) -> list[Answer]:
-    return [answer(score, _BEGIN, i) for i, score in enumerate(scores)]
+    return [scored(score, _BEGIN, i) for i, score in enumerate(scores)]
 
 
 def recorded(
@@ -95,7 +91,7 @@ def record(tmp_path: Path) -> Path:
     times = [_BEGIN + timedelta(minutes=7 * i) for i in range(4 * 24 * 60 // 7)]
     scores = [rng.choice([None, 2.5, 1.5, *[rng.random()] * 17]) for _ in times]
     found = [
-        answer(score, at, rng.randrange(700), "ab"[at.day > 25] * 16)
+        scored(score, at, rng.randrange(700), "ab"[at.day > 25] * 16)
         for score, at in zip(scores, times, strict=True)
     ]
     kinds = ("good", "defect scratch", "defect dent")
@@ -136,14 +132,13 @@ def count(parts: list[Part], **wanted: object) -> int:
     return sum(all(getattr(part, n) == wanted[n] for n in wanted) for part in parts)
 
 
-def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Command) -> None:
+def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, says: Says) -> None:
     output = tmp_path / "report"
     period = ["--from", "2026-10-25", "--to", "2026-10-26"]
     prices = ["--prices", "false-reject=4", "escape=250.5", "currency=EUR"]
     arguments = ["--record", record, *period, *prices, "--output", output]
-    assert command("report", arguments)[:2] == (0, f"Look at {output / 'report.html'}\n")
-    code, _, err = command("report", arguments)
-    assert (code, "add --overwrite" in err) == (2, True)
+    assert says(0, "report", arguments) == f"Look at {output / 'report.html'}\n"
+    assert "add --overwrite" in says(2, "report", arguments)
     files = {file.name: file.read_text("utf-8") for file in output.iterdir()}
     # Two local days, of which the first one has 25 hours.
     now = parts_between(record, "2026-10-24T22:00", "2026-10-26T23:00")
@@ -226,7 +221,7 @@ def test_without_feedback_nothing_is_claimed(tmp_path: Path) -> None:
 
 
 def test_each_version_is_held_to_its_own_promise(
-    run_folder: Path, tmp_path: Path, command: Command
+    run_folder: Path, tmp_path: Path, says: Says
 ) -> None:
     """Parts of a model and of the same one with other thresholds, which take its folder's place."""
     run, promised = shutil.copytree(run_folder, tmp_path / "disc"), []
@@ -238,9 +233,9 @@ def test_each_version_is_held_to_its_own_promise(
             drift = Version.of(model, run / "model", "").drift
             assert drift is not None
             record.promises[model.model_id] = json.dumps(asdict(drift.promise))
-            record.add([answer(2.5, at, 3 * i, model.model_id) for i in range(60)])
+            record.add([scored(2.5, at, 3 * i, model.model_id) for i in range(60)])
             lower = ["--model", run, "--threshold", 0.99 * model.thresholds.image]
-            assert command("calibrate", lower)[0] == 0
+            says(0, "calibrate", lower)
         for part in range(1, 51):
             record.add_feedback("good", who="eva", part=part)
     files = report(record.file, DAY, {})[0]
@@ -267,11 +262,11 @@ def test_false_rejects_and_escapes_are_held_to_the_promise(tmp_path: Path) -> No
     assert float(rows[2]["about"]) == pytest.approx(0.1)
 
 
-def test_refusals(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(tmp_path: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recorded(tmp_path, answers(0.5))
     Path("words.txt").write_text("words")
-    for option, value, says in (
+    for option, value, refusal in (
         ("--record", "lane.sqlite", "there is no record"),
         ("--record", "words.txt", "words.txt can't be read as a record of serve"),
         ("--from", "yesterday", "--from yesterday is no date or time; write"),
@@ -280,8 +275,7 @@ def test_refusals(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPa
     ):
         options = {"--record": "line.sqlite", "--from": "2026-10-25", "--output": "out"}
         words = [word for pair in (options | {option: value}).items() for word in pair]
-        code, _, err = command("report", words)
-        assert (code, says in err) == (2, True), err
+        assert refusal in says(2, "report", words)
         assert not Path("out").exists()
 
 
@@ -315,11 +309,11 @@ def test_only_parts_near_a_threshold_are_listed_as_near(tmp_path: Path) -> None:
     assert listed == [0.85, 1.15, 1.65, 1.9, 2.3]  # thresholds: 1 and 2
 
 
-def test_an_empty_period_is_a_sentence(tmp_path: Path, command: Command) -> None:
+def test_an_empty_period_is_a_sentence(tmp_path: Path, says: Says) -> None:
     arguments = ["--record", recorded(tmp_path, answers(0.5)), "--output", tmp_path / "out"]
     arguments += ["--from", "2027-01-01", "--to", "2027-01-02", "--prices", "escape=3"]
-    code, out, _ = command("report", arguments)
-    assert (code, "holds no part of 2027-01-01 to 2027-01-02, CET (UTC+01:00)" in out) == (0, True)
+    out = says(0, "report", arguments)
+    assert "holds no part of 2027-01-01 to 2027-01-02, CET (UTC+01:00)" in out
     assert "<h2>no part on record</h2>" in (tmp_path / "out" / "report.html").read_text("utf-8")
 
 
@@ -337,7 +331,7 @@ def test_views_of_a_part_are_one_part_with_its_strictest_verdict(tmp_path: Path)
 
 def test_the_hour_that_comes_twice_is_two_hours(tmp_path: Path) -> None:
     midnight = datetime(2026, 10, 24, 22, tzinfo=UTC)  # in Berlin
-    found = [answer(0.5, midnight + timedelta(minutes=30 * i), i) for i in range(10)]
+    found = [scored(0.5, midnight + timedelta(minutes=30 * i), i) for i in range(10)]
     file = recorded(tmp_path, found)
     period = Period.of("2026-10-25", "2026-10-25 04:00")
     times = report(file, period, {})[0]["times.csv"].splitlines()[1:]

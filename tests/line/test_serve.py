@@ -14,7 +14,7 @@ from urllib.parse import quote
 import cv2
 import numpy as np
 import pytest
-from conftest import Command
+from conftest import Says
 from picture_files import png
 from running import Served, serving
 
@@ -25,7 +25,7 @@ _OTHERWISE = ("path", "heatmap", "time", "milliseconds", "image_score", "calibra
 
 
 def test_an_answer_is_the_row_that_infer_writes(
-    served: Served, product: Path, tmp_path: Path, command: Command
+    served: Served, product: Path, tmp_path: Path, says: Says
 ) -> None:
     """Of good parts, defective ones, and files that can't be used."""
     folder = Path(shutil.copytree(product / "test", tmp_path / "images"))
@@ -36,7 +36,7 @@ def test_an_answer_is_the_row_that_infer_writes(
     black = zlib.compress(bytes(40_001 * 200))
     (folder / "large.png").write_bytes(png(40_000, 40_000, 8, 0, [black]))
     arguments = ["--model", served.folder / "disc", "--input", folder, "--output", tmp_path / "out"]
-    assert command("infer", [*arguments, "--device", "cpu"])[0] == 3
+    says(3, "infer", [*arguments, "--device", "cpu"])
     lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     assert len(lines) == 10
     for wanted in map(json.loads, lines):
@@ -166,15 +166,13 @@ def test_people_say_what_a_part_is(served: Served, product: Path) -> None:
 
 
 def test_only_this_machine_may_ask_without_a_token(
-    served: Served, command: Command, tmp_path: Path
+    served: Served, says: Says, tmp_path: Path
 ) -> None:
     arguments = ["--models", served.folder, "--record", tmp_path / "r.sqlite"]
-    code, _, err = command("serve", [*arguments, "--host", "0.0.0.0"])
-    assert (code, "token" in err) == (2, True)
+    assert "token" in says(2, "serve", [*arguments, "--host", "0.0.0.0"])
     short = tmp_path / "token"
     short.write_text("secret\n")
-    code, _, err = command("serve", [*arguments, "--token-file", short])
-    assert (code, "16 characters" in err) == (2, True)
+    assert "16 characters" in says(2, "serve", [*arguments, "--token-file", short])
 
 
 def test_health_alarms_and_figures_say_what_is_wrong(run_folder: Path, tmp_path: Path) -> None:

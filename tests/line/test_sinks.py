@@ -15,7 +15,7 @@ import pytest
 from conftest import Command
 from kit import until
 from receivers import Broker, Receiver
-from test_record import answer
+from running import answer
 
 from anomaly.errors import AnomalyError
 from anomaly.line import sinks

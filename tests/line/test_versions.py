@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Command, MadeOnce, run_command
+from conftest import MadeOnce, Says, run_command
 from kit import until
 from running import serving
 
@@ -43,7 +43,7 @@ def other(run_folder: Path, product: Path, made_once: MadeOnce) -> Path:
 
 
 def test_a_new_version_and_the_way_back_without_a_gap(
-    line: Path, other: Path, product: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+    line: Path, other: Path, product: Path, monkeypatch: pytest.MonkeyPatch, says: Says
 ) -> None:
     monkeypatch.setattr(models, "_LOOK_SECONDS", 0.05)
     data = (product / "test" / "good" / "000.png").read_bytes()
@@ -69,15 +69,11 @@ def test_a_new_version_and_the_way_back_without_a_gap(
     with serving(line) as served, ThreadPoolExecutor() as pool:
         senders = [pool.submit(send) for _ in range(2)]
         try:
-            code, out, err = command("deploy", [*arguments, "--model", other, "--yes"])
-            assert (code, "6 golden parts" in out, f"holds model {new} now" in out) == (
-                0,
-                True,
-                True,
-            )
-            assert f"anomaly deploy --to {line / 'disc'} --back" in out + err
+            out = says(0, "deploy", [*arguments, "--model", other, "--yes"])
+            undo = f"anomaly deploy --to {line / 'disc'} --back"
+            assert all(text in out for text in ("6 golden parts", f"holds model {new} now", undo))
             assert "6 golden parts" in model(new)["checked"]
-            assert command("deploy", ["--to", line / "disc", "--back"])[0] == 0
+            says(0, "deploy", ["--to", line / "disc", "--back"])
             model(old)
             # Put there by hand, past the command: first with a golden part that has moved.
             shutil.rmtree(line / "disc" / "model")
@@ -103,7 +99,7 @@ def test_a_new_version_and_the_way_back_without_a_gap(
 
 
 def test_a_bad_version_isnt_deployed(
-    line: Path, other: Path, product: Path, tmp_path: Path, command: Command
+    line: Path, other: Path, product: Path, tmp_path: Path, says: Says
 ) -> None:
     old = model_id(line / "disc" / "model")
     bad = Path(shutil.copytree(other, tmp_path / "bad"))
@@ -115,14 +111,13 @@ def test_a_bad_version_isnt_deployed(
         (["--back", "--model", other], "give either --model"),
         (["--back"], "no earlier version"),
     ):
-        code, _, err = command("deploy", [*to, *wrong])
-        assert (code, said in err) == (2, True)
+        assert said in says(2, "deploy", [*to, *wrong])
     # A slip of the hand puts one product's model in the place of another's.
     summary = json.loads((other / "train.json").read_text())
     (line / "disc" / "train.json").write_text(json.dumps(summary | {"name": "lid"}))
-    code, _, err = command("deploy", [*to, "--model", other])
-    assert (code, "calls good: another product?" in err) == (1, True)  # it rejects everything
-    assert "is named disc, the line's lid: the same part?" in err
+    refusal = says(1, "deploy", [*to, "--model", other])
+    assert "calls good: another product?" in refusal  # it rejects everything
+    assert "is named disc, the line's lid: the same part?" in refusal
     for place, said in ((line, "the runs disc, which a model in it"), (bad / "model", "a model f")):
         with pytest.raises(OutputError, match=said):
             deploy(other / "model", place)
