@@ -105,7 +105,7 @@ def result_files(folder: Path) -> dict[str, bytes]:
     files = {
         f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()
     }
-    files.pop("results.html", None)  # it says when and of what: tests/inference/test_infer_page.py
+    files.pop("results.html", None)  # it says when and of what: tests/inference/test_infer.py
     if rows := csv_rows(files.get("results.csv", b"").decode()):
         kept = [i for i, name in enumerate(rows[0]) if name not in _TIMES]
         assert len(kept) == len(rows[0]) - len(_TIMES)

@@ -1,9 +1,13 @@
-"""What `infer` writes on request: masks, regions, maps; and when it can't."""
+"""Files, rows and the page that `infer` writes, on request and for what it can't score."""
 
 import json
+import os
+import re
+import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -16,6 +20,7 @@ from scipy import ndimage
 from anomaly.errors import OutputError
 from anomaly.imaging.read import read_image
 from anomaly.inference.results import Outputs, PictureWriter
+from anomaly.report import page
 from anomaly.scoring.model import Model, Prediction
 from anomaly.storage.models import load_model
 
@@ -123,3 +128,100 @@ def test_heatmaps_have_twice_the_networks_size_or_the_images(model: Model, tmp_p
         drawn = writer.write(image, prediction.source_map, {"heatmap"}, "part.png")
         png = drawn.heatmap or (tmp_path / "heatmaps" / "part.png").read_bytes()
         assert cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR).shape[:2] == size
+
+
+def test_whatever_a_list_names_has_its_row(
+    run_folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_part(tmp_path / "parts" / "1.png", seed=1)
+    entries = {
+        **dict.fromkeys(("..", ".", "//", "parts"), "it is a folder"),
+        "/dev/zero": "it is a device or pipe",
+        "x" * 5000: "too long",
+        "a\0b.png": "null character",
+        "~/a.png": "~ stands for no folder here",
+        "https://host/a.png": "it is a URL: download the images first",
+        "file:///none.png": "No such file",
+        r"C:\parts\1.png": "it is a Windows path, write it as this system has it",
+        os.fsdecode(b"caf\xe9.png"): "No such file",
+        r"parts\1.png": "",
+    }
+    (tmp_path / "l.txt").write_text("\n".join(entries), "utf-8", "surrogateescape")
+    arguments = ["--model", run_folder, "--input", "l.txt", "--output", "out"]
+    code, out, err = command("infer", [*arguments, "--write", "heatmaps", "masks"])
+    assert (code, err.count("error")) == (3, 0)
+    assert f"1 of {len(entries)} images scored" in out
+    lines = (tmp_path / "out" / "results.jsonl").read_text("utf-8").splitlines()
+    rows = {row["path"]: row for row in map(json.loads, lines)}
+    for entry, reason in entries.items():
+        path = str(Path(entry.removeprefix("file://")))
+        row = rows.pop("parts/1.png" if not reason else path)
+        assert reason in row["reason"], entry
+        assert row["status"] == ("unreadable" if reason else "ok")
+    assert rows == {}
+    assert {file.name for file in tmp_path.iterdir()} == {"parts", "l.txt", "out"}
+
+
+def test_a_run_that_scores_nothing_says_why_in_a_line(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a\nb.png").write_text("no picture")
+    output = tmp_path / "out"
+    arguments = ["--model", run_folder, "--input", tmp_path / "in", "--output", output]
+    code, out, _ = command("infer", arguments)
+    first, why, *_, last = out.splitlines()
+    assert (code, first) == (2, "0 of 1 images scored: 1 unsupported")
+    assert "a\\nb.png" in why
+    said = f"rows in {output / 'results.csv'}, all shown in {output / 'results.html'}"
+    assert last == said
+
+
+def data_of(folder: Path) -> dict[str, Any]:
+    """The data of the page in a folder of results."""
+    text = (folder / "results.html").read_text("utf-8")
+    found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return dict(json.loads(found[1]))
+
+
+def test_the_page_is_over_all_rows(
+    run_folder: Path,
+    product: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs, output = tmp_path / "in", tmp_path / "out"
+    shutil.copytree(product / "test", inputs)
+    (inputs / "broken.png").write_bytes(b"no picture")
+    for file in sorted((product / "train" / "good").iterdir())[:2]:
+        shutil.copy(file, inputs / f"known_{file.name}")
+    monkeypatch.setattr(page, "read_image", None)  # no heatmap is read again
+    arguments = ["--model", run_folder, "--input", inputs, "--output", output]
+    code, out, err = command("infer", arguments)
+    assert (code, "results.html" in out) == (3, True)
+    rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    data = data_of(output)
+    scored = [row for row in rows if row["status"] == "ok"]
+    assert [(i["name"], i["score"], i["link"]) for i in data["images"]] == [
+        (row["path"], row["image_score"], row["heatmap"]) for row in scored
+    ]
+    assert all(image["photo"] and image["source"] == [120, 96] for image in data["images"])
+    assert data["thresholds"]["reject"] == scored[0]["threshold"]
+    assert [row["name"] for row in data["refused"]["rows"]] == [str(inputs / "broken.png")]
+    assert str(run_folder) in data["command"]
+    assert dict(data["provenance"])["input"] == str(inputs)
+    # The promise is compared with images that the model hasn't learned.
+    assert "2 of these images were used to train the model" in out
+    assert "2 of the 9 images were used to train the model" in data["left_out"]
+    promise = data["promise"]
+    assert promise["head"] == ["", "promised of good parts", "at most", "6 images"]
+    # Of 12 training images none lies above both thresholds: 1 in 13, at most 1 - 0.05^(1/12).
+    assert promise["rows"][0] == ["flagged", "7.7 %", "22 %", "50 % (3)"]
+    assert (promise["line"], "images flagged" in err) == ("", False)  # six images say nothing
+    # It is one of ours: refused where it is, gone with --overwrite.
+    assert command("infer", arguments)[0] == 2
+    assert command("infer", [*arguments, "--overwrite", "--write", "heatmaps"])[0] == 3
+    assert not (output / "results.html").exists()
