@@ -1,6 +1,6 @@
-"""The table of commands: one line of help, two examples, the options, and the function's module.
+"""The table of commands: help, two examples, options, and the module of the command's function.
 
-Imports little, so that help and refusals are quick.
+It imports little, so that help and refusals are quick.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _path(name: str, text: str, metavar: str | None = None, **more: Any) -> Opti
 
 
 def _several(name: str, text: str, metavar: str = "PATH", **more: Any) -> Option:
-    """An option that takes values, paths by default, and may be repeated."""
+    """An option that takes several values, by default paths, and may be repeated."""
     kind = {"type": Path, "default": [], **more}  # argparse copies the default before extending it
     return _value(name, text, metavar, action="extend", nargs="+", **kind)
 
@@ -73,7 +73,7 @@ def _one_of(*options: Option, required: bool = True) -> Option:
 
 
 def _parsed_number(text: str) -> float:
-    """The value of an option, for `argparse`: 0.02, or 2%."""
+    """The value of an option as a number, for `argparse`: 0.02, or 2%."""
     plain = text.strip()
     with suppress(ValueError):
         return float(plain[:-1]) / 100 if plain.endswith("%") else float(plain)
@@ -84,7 +84,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def _duration(text: str) -> float:
-    """Seconds of an option such as `10m`, for `argparse`."""
+    """The value of an option in seconds, for `argparse`: 90s, 10m or 1h."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} isn't a time; write it like 90s, 10m or 1h")
@@ -92,7 +92,7 @@ def _duration(text: str) -> float:
 
 
 def _camera_size(text: str) -> tuple[int, int]:
-    """(H0, W0) of a text like 1280x960."""
+    """The value of an option, width x height, as (H0, W0), for `argparse`: 1280x960."""
     match = re.fullmatch(r"([1-9]\d{0,5})[x×]([1-9]\d{0,5})", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} isn't width x height in pixels, as 1280x960")
@@ -126,7 +126,7 @@ _CONFIG = _value("--config", "a YAML file, or a bare name looked up in configs/"
 _MODEL = _path("--model", "the run's folder, or its model/ folder", required=True)
 _ANY_MODEL = _path("--model", "a run's folder, or its model/ folder")
 _NETWORK = _value("--backbone", "any torchvision classification network", "NAME")
-_WEIGHTS = _value("--weights", "of --backbone: imagenet, random, or a .safetensors or .pth file")
+_WEIGHTS = _value("--weights", "with --backbone: imagenet, random, or a .safetensors or .pth file")
 _DEVICE = _value(
     "--device",
     "auto takes the GPU where there is one",
@@ -134,7 +134,7 @@ _DEVICE = _value(
     default="auto",
 )
 _RAY = _value("--ray", "compute on this Ray cluster (auto, HOST:PORT, ray://…, local)", "ADDRESS")
-# Kinds of output, listed here so that help doesn't import what writes them.
+# Values of --write, listed here so that help needn't import the module that writes them.
 _WRITTEN = ("heatmaps", "flagged-heatmaps", "page", "masks", "regions", "maps", "none")
 _IMAGES = "image files and folders of them"
 
@@ -164,7 +164,7 @@ COMMANDS = {
         "check --config part.yaml --region photographs/001.png",
         _CONFIG,
         _SET,
-        _path("--region", "instead, draw in this image where the model is to look", "IMAGE"),
+        _path("--region", "instead, draw on this image the region to inspect", "IMAGE"),
         home="cli.start",
     ),
     "train": _command(
@@ -187,7 +187,7 @@ COMMANDS = {
         _several("--good", "good images to test with, instead of the data set's", "FOLDER"),
         _several("--defects", "defects to test with; subfolders name their types", "FOLDER"),
         _path("--golden", "instead, compare these parts with their recorded scores", "FOLDER"),
-        _number("--tolerance", "of --golden: largest change of a score (1%%)", "SHARE", 0.01),
+        _number("--tolerance", "with --golden: largest change of a score (1%%)", "SHARE", 0.01),
         _DEVICE,
     ),
     "calibrate": _command(
@@ -197,10 +197,10 @@ COMMANDS = {
         _MODEL,
         _several("--good", "good images that it hasn't learned from (default: stored scores)"),
         _several("--production", "production images that nobody has sorted"),
-        _number("--at-most-defective", "of --production, e.g. 5%%", "SHARE"),
-        _several("--defects", "images of defects: counts those caught; none counts as good"),
-        _number("--false-reject-rate", "good parts that may be rejected", "R"),
-        _number("--review-rate", "good parts that may not be called good", "R"),
+        _number("--at-most-defective", "largest share of --production, e.g. 5%%", "SHARE"),
+        _several("--defects", "images of defects: counts those that are caught"),
+        _number("--false-reject-rate", "share of good parts that may be rejected", "R"),
+        _number("--review-rate", "share of good parts that may not be called good", "R"),
         _number("--threshold", "reject above this image score", "X"),
         _number("--review-threshold", "review above this (default: X)", "Y"),
         _flag("--undo", "bring the previous thresholds back", "store_const", const=True),
@@ -338,12 +338,10 @@ COMMANDS = {
         "features --backbone resnet50 --layers layer3 --input monday --output features.npz",
         "features --model runs/part --input photographs --output maps.npz --pool none",
         _one_of(_NETWORK, _ANY_MODEL),
-        _several(
-            "--layers", "of --backbone (default: of the first three stages)", "LAYER", type=str
-        ),
+        _several("--layers", "with --backbone (default: ends of stages 1-3)", "LAYER", type=str),
         _several("--input", _IMAGES, required=True),
         _output("the .npz file to write", "an earlier file"),
-        _value("--pool", "over a map's positions (mean)", choices=("mean", "none"), default="mean"),
+        _value("--pool", "the mean of each map, or none", choices=("mean", "none"), default="mean"),
         _WEIGHTS,
         home="export.commands",
     ),
@@ -359,7 +357,7 @@ GROUPS = {
 
 
 def overview() -> str:
-    """All commands by group, a line each."""
+    """The help's overview: all commands by group, a line each."""
     width = max(map(len, COMMANDS))
     blocks = [
         "\n".join([f"{title}:", *(f"  {name:{width}}  {COMMANDS[name].help}" for name in names)])
