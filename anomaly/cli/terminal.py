@@ -61,7 +61,7 @@ def plain_output() -> Iterator[None]:
         yield
 
 
-# An address may hold a user and a password.
+# The user and password in an address.
 _LOGIN = re.compile(r"(?<=://)[^\s'\"]*@")
 
 
@@ -81,17 +81,22 @@ def _show_defect(*error: Any) -> None:
 
 
 class _Plain:
-    """A stream that escapes control characters but ends of lines, and hides passwords."""
+    """A stream that escapes control characters, ends of lines aside, and hides logins.
 
-    def __init__(self, shown: TextIO) -> None:
-        self.shown = shown
+    Attributes:
+        unescaped: the stream below, for text that moves the cursor.
+    """
+
+    def __init__(self, unescaped: TextIO) -> None:
+        self.unescaped = unescaped
 
     def write(self, text: str) -> int:
-        self.shown.write(_plain(text))
+        """Write a text as plain text."""
+        self.unescaped.write(_plain(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.shown, name)
+        return getattr(self.unescaped, name)
 
 
 class _Lines(logging.Formatter):
@@ -101,13 +106,19 @@ class _Lines(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
+        """A record's text, its inner line breaks written as `\\n`."""
         record.message = re.sub(r"(?<!^)\n(?!  )", r"\\n", record.message)
         return super().formatMessage(record)
 
 
 @contextmanager
 def log_to_terminal(*, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
-    """Show log records of the `with` block on the terminal."""
+    """Print log records of the `with` block, as the module's table says.
+
+    Args:
+        quiet: print errors alone.
+        verbose: print decisions and times as well.
+    """
     own = logging.getLogger("anomaly")
     level, handler = own.level, _Terminal()
     handler.setFormatter(_Lines())
@@ -131,13 +142,14 @@ class _Terminal(logging.Handler):
     """Prints log records; notes, warnings and errors begin with the name of their level."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print a record: remarks on stdout, all others on stderr."""
         stream = sys.stdout if record.levelno == logging.INFO else sys.stderr
         text = _plain(self.format(record))
         if record.levelno >= NOTE:
             text = f"{_NAMES.get(record.levelno, 'error')}: {text}"
         if stream is sys.stderr and stream.isatty():
             text = f"\r\x1b[K{text}"  # replaces the progress line
-        print(text, file=getattr(stream, "shown", stream), flush=True)
+        print(text, file=getattr(stream, "unescaped", stream), flush=True)
 
 
 def is_interactive() -> bool:
@@ -195,10 +207,11 @@ class ProgressLine:
                 log.log(PROGRESS, self._text())
         elif now - self._shown >= 0.1 or done >= total:
             self._shown = now
-            stream = getattr(sys.stderr, "shown", sys.stderr)
+            stream = getattr(sys.stderr, "unescaped", sys.stderr)
             print(f"\r  {self._text()}\x1b[K", end="", file=stream, flush=True)
 
     def _text(self) -> str:
+        """The line, such as `scoring: 30 of 83, 9.5 a second, about 6 s left`."""
         text = f"{self._stage}: {self._done} of {self._total}"
         if self._done >= self._total:
             return f"{text}, finishing"
@@ -209,6 +222,7 @@ class ProgressLine:
         return f"{text}, {rate:.1f} a second, {_time_left((self._total - self._done) / rate)}"
 
     def _end_stage(self) -> None:
+        """Leave the line of a finished stage on the terminal, and log the stage's time."""
         if self._stage:
             if self._terminal:
                 print(file=sys.stderr)
@@ -224,7 +238,7 @@ def _time_left(seconds: float) -> str:
     return f"about {seconds:.0f} s left"
 
 
-# Time after a signal to finish the images in hand, or to give up.
+# Time after a signal in which a command finishes the images in hand; then its process ends.
 PATIENCE_SECONDS = 8.0
 
 
@@ -241,15 +255,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stopping:
-    """Stops a command at a signal. Used in a `with` statement.
+    """Stops a command at a signal. Use it in a `with` statement.
 
-    The process ends `PATIENCE_SECONDS` after a signal, unless the command is at work or the
-    outermost block is left before. A thread ends it, since a long call of a library keeps Python
-    from handling signals.
+    A thread ends the process `PATIENCE_SECONDS` after a signal, unless the outermost block has
+    ended by then or the command is at work: a long call of a library keeps Python from handling
+    signals itself.
 
     Args:
-        politely: the first signal is only noted, for a command that finishes the images in hand and
-            can be resumed; the second one interrupts. Otherwise the first one interrupts.
+        politely: the first signal is only noted, so that the command can finish the images in hand;
+            the second one interrupts. Otherwise the first one interrupts.
         then: advice in the message of an interruption, for a command that stops politely.
 
     Attributes:
@@ -264,28 +278,29 @@ class Stopping:
         self.at_work = False
         self._politely = politely
         self._message = f"interrupted; {then}" if politely else "interrupted"
-        self._before: dict[int, Any] = {}
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():  # Python allows it only there
             self._open.append(self)
             if self._open[0] is self:
-                self._ours, theirs = socket.socketpair()
-                theirs.setblocking(False)
-                self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-                threading.Thread(target=self._end_process, args=(theirs,), daemon=True).start()
+                self._reader, writer = socket.socketpair()
+                writer.setblocking(False)
+                # Python writes the number of each signal there, even during a library's long call.
+                self._wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+                threading.Thread(target=self._end_process, args=(writer,), daemon=True).start()
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+                self._handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._before:
+        if self._handlers:
             self._open.remove(self)
             if not self._open:
                 signal.set_wakeup_fd(self._wakeup)
-                self._ours.shutdown(socket.SHUT_RDWR)
+                self._reader.shutdown(socket.SHUT_RDWR)
 
     @property
     def exit_code(self) -> int:
@@ -305,20 +320,20 @@ class Stopping:
         if interrupts:
             raise Interrupted(self.signal, self._message)
 
-    def _end_process(self, theirs: socket.socket) -> None:
+    def _end_process(self, writer: socket.socket) -> None:
         """End the process `PATIENCE_SECONDS` after a signal, unless the command ends before."""
-        with self._ours, theirs:
-            first = self._ours.recv(1)  # the number of a signal, written by Python itself
+        with self._reader, writer:
+            first = self._reader.recv(1)
             if not first:  # the socket was shut: the outermost block was left
                 return
             inner = self._open[-1] if self._open else self  # a command may end right now
             if inner._politely:
-                _say("stopping: what is in hand is finished; a second signal ends it at once")
+                _say("stopping: work in hand is finished first; a second signal ends it at once")
             end = time.monotonic() + PATIENCE_SECONDS
             while (left := end - time.monotonic()) > 0:
-                self._ours.settimeout(min(left, 0.5))
+                self._reader.settimeout(min(left, 0.5))
                 with suppress(TimeoutError):
-                    if not self._ours.recv(1):
+                    if not self._reader.recv(1):
                         return
                     inner.at_work = False
                 if inner.at_work:
