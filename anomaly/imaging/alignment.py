@@ -142,13 +142,7 @@ class Pose:
 
 
 def _at(motion: Motion, size: tuple[int, int], points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Points of a picture, moved.
-
-    Args:
-        motion: motion of the points.
-        size: (H, W) of the picture, about whose middle the motion turns.
-        points: points (…, 2) as (x, y), in pixels from the corner.
-    """
+    """Points (…, 2) of a picture of (H, W), moved; (x, y) in pixels from the corner."""
     matrix = motion.matrix(size)
     # The matrix takes pixel indices; the centre of pixel 0 lies at 0.5.
     return np.asarray((points - 0.5) @ matrix[:, :2].T + matrix[:, 2] + 0.5)
@@ -162,10 +156,10 @@ def cut(
     interpolation: int = cv2.INTER_LINEAR,
     border: int = cv2.BORDER_CONSTANT,
 ) -> NDArray[Any]:
-    """Rows and columns of a picture that is moved by the inverse of a motion.
+    """Rows and columns of a picture (H, W, …) that is moved by the inverse of a motion.
 
     Args:
-        values: the picture (H, W, …).
+        values: the picture.
         motion: motion from the result's coordinates to the picture's.
         rows: rows of the result; may lie outside the picture's.
         columns: columns of the result; may lie outside the picture's.
@@ -192,12 +186,7 @@ def grey_picture(image: Image) -> Grey:
 
 
 def _sides(aspect: float, side: int) -> tuple[int, int]:
-    """Height and width with about the area of a square, and as nearly as possible an aspect H/W.
-
-    Args:
-        aspect: H/W.
-        side: side of the square in pixels.
-    """
+    """Height and width with about the area of a square of `side`, and nearly an aspect H/W."""
     middle = side * math.sqrt(aspect)
     heights = range(max(8, math.floor(0.95 * middle)), max(9, math.ceil(1.05 * middle)))
     sizes = [(height, max(8, round(height / aspect))) for height in heights]
@@ -313,13 +302,7 @@ class Reference:
         return np.asarray(np.linalg.pinv((flat @ flat.T).astype(np.float64)) @ flat, np.float32)
 
     def _refined(self, grey: Grey, motion: Motion, steps: int) -> tuple[Motion, float]:
-        """A motion refined by Gauss-Newton steps, and its correlation.
-
-        Args:
-            grey: grey picture of the reference's size.
-            motion: the motion to start from.
-            steps: most steps.
-        """
+        """A motion refined by at most `steps` Gauss-Newton steps, and its correlation."""
         for _ in range(steps):
             *turn, x, y = (self._solver @ (_moved(grey, motion) - self.picture).ravel()).tolist()
             step = Motion(turn[0] if turn else 0.0, x, y)
@@ -369,12 +352,7 @@ class Reference:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, NDArray[Any]], *, rigid: bool) -> Reference:
-        """The reference of saved arrays.
-
-        Args:
-            tensors: arrays of `tensors`, by name.
-            rigid: True if parts turn and shift; False if they only shift.
-        """
+        """The reference of saved `tensors`."""
         lowest, highest = (Motion(*row) for row in tensors["bounds"].tolist())
         return cls(tensors["picture"], rigid, float(tensors["least"]), lowest, highest)
 
@@ -400,10 +378,7 @@ def _normed(picture: Grey) -> Grey:
 
 
 def _centred(grey: Grey, size: tuple[int, int]) -> Grey:
-    """A picture reduced to (h, w), less its border's median, with mean 0 and norm 1.
-
-    Its border then differs little from the 0 beyond it, so that a turned picture gets no edges.
-    """
+    """A picture reduced to (h, w), less its border's median: a turned one then gets no edges."""
     small = cv2.resize(grey, size[::-1], interpolation=cv2.INTER_AREA)
     border = np.concatenate([small[0], small[-1], small[:, 0], small[:, -1]])
     return _normed(small - np.median(border))
@@ -464,13 +439,7 @@ def _motions(
 
 
 def _middle(motions: Sequence[Motion], fits: NDArray[np.float64], shape: tuple[int, ...]) -> int:
-    """Index of the image with the pose nearest to the mean, among the better half by correlation.
-
-    Args:
-        motions: the part's motions in N pictures.
-        fits: correlations (N,).
-        shape: (h, w) of the pictures.
-    """
+    """Index of the image with the pose nearest to the mean, in the better half by correlation."""
     turns = np.exp(1j * np.array([motion.turn for motion in motions]))
     shifts = np.array([complex(motion.x, motion.y) for motion in motions])
     # The point of the reference that lies nearest to the middles of the pictures, on average.

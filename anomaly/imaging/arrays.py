@@ -200,12 +200,7 @@ def source_of(given: ImageLike, decoding: Decoding, index: int | None = None) ->
 def sources(
     images: Iterable[ImageLike], decoding: Decoding
 ) -> Iterator[tuple[int, Path | Image | UnusableImage]]:
-    """Index of each image, and its file, its pixels, or the reason why it can't be used.
-
-    Args:
-        images: paths, or pixels in memory.
-        decoding: limits and bit depth, as for files.
-    """
+    """Index of each image, and its file, its pixels, or the reason why it can't be used."""
     for index, image in enumerate(images):
         try:
             yield index, source_of(image, decoding, index)
@@ -225,13 +220,7 @@ def is_one(images: Any) -> TypeGuard[ImageLike]:
 
 
 def _is(value: Any, module: str, name: str) -> bool:
-    """True if a value is of a library's class; the library isn't imported for the question.
-
-    Args:
-        value: any value.
-        module: the module of the class.
-        name: name of the class.
-    """
+    """True if a value is of a library's class; doesn't import the library."""
     return isinstance(value, getattr(sys.modules.get(module), name, ()))
 
 
@@ -290,12 +279,7 @@ def module_of(values: Array) -> Any:
 
 
 def like(values: NDArray[Any], other: Array) -> Array:
-    """An array converted to the kind of `other`, its dtype kept.
-
-    Args:
-        values: the array.
-        other: an array, or a tensor, to whose device the values go.
-    """
+    """An array as it is, or as a tensor on the device of `other`, if that is one; same dtype."""
     if isinstance(other, np.ndarray):
         return values
     return import_module("torch").from_numpy(values).to(other.device)

@@ -203,11 +203,7 @@ _COLOURS = {0: "grey", 2: "rgb", 3: "palette", 4: "greya", 6: "rgba"}
 
 
 def png(data: bytes) -> ImageHeader:
-    """Header of a PNG, whose chunks must be whole; libpng checks the checksum of the pixels.
-
-    Raises:
-        ImageError: the file is damaged, animated, or grey with a transparent value.
-    """
+    """Header of a PNG, whose chunks must be whole; libpng checks the checksum of the pixels."""
     chunks = _chunks(data)
     head = data[8:26].ljust(18)
     length, kind, width, height, depth, colour = struct.unpack(">I4sIIBB", head)
@@ -227,11 +223,7 @@ def png(data: bytes) -> ImageHeader:
 
 
 def _chunks(data: bytes) -> dict[bytes, bytes]:
-    """Contents of a PNG's chunks by kind, without the pixels.
-
-    Raises:
-        ImageError: `unreadable`: a chunk is cut, or its checksum is wrong.
-    """
+    """Contents of a PNG's chunks by kind, without the pixels; all chunks must be whole."""
     chunks: dict[bytes, bytes] = {}
     view, at, kind = memoryview(data), 8, b""
     while kind != b"IEND":
@@ -265,9 +257,6 @@ def jpeg(data: bytes) -> ImageHeader:
     Most decoders fill the missing part of a JPEG that was cut and closed again with grey, and only
     warn. libjpeg notices that its bits ran out, with one exception: a progressive file that lost
     whole scans is a legal, blurred picture. So the scans are counted here.
-
-    Raises:
-        ImageError: the file is damaged, or of a kind that isn't accepted.
     """
     frame, precision, height, width, exif = 0, 0, 0, 0, b""
     missing: dict[int, Pixels] = {}  # low bits (64,) of each component's coefficients yet to come
@@ -311,11 +300,7 @@ def jpeg(data: bytes) -> ImageHeader:
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, bytes, memoryview]]:
-    """Marker, content and bytes of each segment up to the end; a scan's bytes include its pixels.
-
-    Raises:
-        ImageError: `unreadable`: a marker is missing, or a segment is cut.
-    """
+    """Marker, content and bytes of each segment; a scan's bytes include its pixels."""
     at, marker = 2, 0
     while marker != _EOI and at + 2 <= len(data):
         if data[at] != 0xFF:
@@ -335,15 +320,7 @@ def _segments(data: bytes) -> Iterator[tuple[int, bytes, memoryview]]:
 
 
 def _by_libjpeg(data: bytes, padded: bool = True) -> Pixels:
-    """RGB pixels (H, W, 3) of a JPEG.
-
-    Args:
-        data: the file.
-        padded: zeros may stand before the end marker; they are removed.
-
-    Raises:
-        ImageError: libjpeg refuses the file, or warns of damage.
-    """
+    """RGB pixels (H, W, 3) of a JPEG; `padded`: zeros may stand before the end marker."""
     try:
         return np.asarray(simplejpeg.decode_jpeg(data, strict=True))  # its warnings are errors
     except (ValueError, TypeError, RuntimeError) as error:
@@ -366,11 +343,7 @@ _MODES = {1: "palette1", 4: "palette4", 8: "palette8", 24: "rgb8", 32: "rgb8"}
 
 
 def bmp(data: bytes) -> ImageHeader:
-    """Header of an uncompressed BMP, which must be long enough for its pixels.
-
-    Raises:
-        ImageError: the file is damaged, compressed, or of a rare kind.
-    """
+    """Header of an uncompressed BMP, which must be long enough for its pixels."""
     try:
         pixels_at, header, width, height, _, bits, packing = struct.unpack_from(
             "<IIiiHHI", data, 10
@@ -417,9 +390,6 @@ def tiff(data: bytes) -> ImageHeader:
     """Header of a TIFF of one page, grey or RGB of 8 or 16 bits or of floats, in strips.
 
     Floats run from 0 to 1: `MaxSampleValue` is for statistics only (TIFF 6.0).
-
-    Raises:
-        ImageError: the file is cut or damaged, or of a kind that isn't accepted.
     """
     pages = list(islice(_directories(data), 2))
     if len(pages) != 1:
@@ -466,10 +436,6 @@ def tiff(data: bytes) -> ImageHeader:
 def _samples(page: Tags, order: str) -> tuple[int, np.dtype[Any], int, bool]:
     """Channels, number type, compression, and True for differences from the pixel to the left.
 
-    Args:
-        page: directory of the page.
-        order: `<` for a little-endian file, `>` for a big-endian one.
-
     Raises:
         ImageError: `unsupported`: not plain grey or RGB in strips.
     """
@@ -497,11 +463,7 @@ def _samples(page: Tags, order: str) -> tuple[int, np.dtype[Any], int, bool]:
 
 
 def _inflated(stream: memoryview, most: int) -> memoryview:
-    """Content of a zlib stream of at most `most` bytes; the stream must end with its checksum.
-
-    Raises:
-        ImageError: `unreadable`: the stream is damaged, cut, or longer.
-    """
+    """Content of a zlib stream, which must end, with its checksum, within `most` bytes."""
     inflater = isal_zlib.decompressobj()
     try:
         content = inflater.decompress(stream, most + 1)
@@ -541,11 +503,7 @@ def _by_libtiff(strip: memoryview, expected: int) -> memoryview:
 
 
 def webp(data: bytes) -> ImageHeader:
-    """Header of a still WebP, which must be as long as it says it is (RFC 9649).
-
-    Raises:
-        ImageError: the file is damaged or animated.
-    """
+    """Header of a still WebP, which must be as long as it says it is (RFC 9649)."""
     end, at, chunks = 8 + int.from_bytes(data[4:8], "little"), 12, dict[bytes, slice]()
     if end > len(data):
         raise damaged(f"it is cut short: {len(data)} of {end} bytes are there")

@@ -242,12 +242,7 @@ class Sizing:
         return max(1, round(side / self.multiple)) * self.multiple
 
     def _tiles(self, length: int, tile: int) -> Axis:
-        """Tiles of one size, as few as cover an axis, spread evenly.
-
-        Args:
-            length: length of the axis in original pixels.
-            tile: length of a tile in original pixels.
-        """
+        """Tiles of one size, as few as cover an axis of `length` pixels, spread evenly."""
         side = min(tile, length)  # an image that is smaller than a tile is one smaller tile
         step = tile - self.overlap
         count = 1 + max(0, math.ceil((length - tile) / step))
@@ -313,14 +308,7 @@ def resampling_matrix(axis: AxisView) -> NDArray[np.float32]:
 def _resize(
     image: NDArray[np.float32], height: int, width: int, *, area: bool
 ) -> NDArray[np.float32]:
-    """An image (H, W) or (H, W, 3) resized to (height, width).
-
-    Args:
-        image: the image.
-        height: height of the result.
-        width: width of the result.
-        area: average over areas, for axes that shrink; else interpolate.
-    """
+    """An image resized to (height, width), averaged over areas or interpolated."""
     if image.shape[:2] == (height, width):
         return image
     how = cv2.INTER_AREA if area else cv2.INTER_LINEAR
@@ -465,12 +453,7 @@ def beyond(region: Region, layout: View) -> tuple[float, float]:
 
 @lru_cache(maxsize=32)
 def _ends(region: Region, size: tuple[int, int]) -> NDArray[np.float64]:
-    """Outermost pixels (n, 2) of a region, as (x, y): the first and the last one of each row.
-
-    Args:
-        region: region of the image.
-        size: (H0, W0) of the image.
-    """
+    """Outermost pixels (n, 2) of a region as (x, y): the first and the last one of each row."""
     inside = region.inside(size)
     rows = np.flatnonzero(inside.any(axis=1))
     first, last = inside.argmax(axis=1), size[1] - 1 - inside[:, ::-1].argmax(axis=1)
@@ -480,11 +463,6 @@ def _ends(region: Region, size: tuple[int, int]) -> NDArray[np.float64]:
 @lru_cache(maxsize=32)
 def _patches(region: Region, layout: View, grid: tuple[int, int]) -> Mask:
     """Mask (h, w) of the patches at least half of which lies in a region.
-
-    Args:
-        region: region of the image that counts.
-        layout: view of the image.
-        grid: (h, w) of the patches; with tiles, of one tile.
 
     Raises:
         DataError: there is no such patch.
@@ -526,13 +504,7 @@ def patch_edges(pieces: Axis, patches: int) -> NDArray[np.float64]:
 def _sums(
     values: NDArray[np.generic], starts: NDArray[np.float64], stops: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Integrals (rows, n) of each row's values between n pairs of fractional positions.
-
-    Args:
-        values: values (rows, columns) of pixels.
-        starts: positions (n,) in pixels where the integrals start.
-        stops: positions (n,) where they end.
-    """
+    """Integrals (rows, n) of each row's values, from n fractional positions to n others."""
     totals = np.zeros((len(values), values.shape[1] + 1))
     np.cumsum(values, axis=1, out=totals[:, 1:])
     before, until = (interpolated(places + 0.5, totals.T) for places in (starts, stops))

@@ -119,12 +119,7 @@ class Decoders:
             raise
 
     def load(self, source: Path | Image, index: int = 0) -> NetworkInput | UnusableImage:
-        """Load one image, and wait for it.
-
-        Args:
-            source: the file, or its pixels.
-            index: number of the image, for its network input.
-        """
+        """Load one image, a file or pixels, and wait for it."""
         return self.submit(index, source).result()
 
     def submit(
@@ -165,15 +160,7 @@ class Decoders:
     def _answer(
         self, process: _DecoderProcess, name: str, index: int, source: Path | bytes, *what: Any
     ) -> Any:
-        """Answer of a process about an image; `UnusableImage` if the image failed.
-
-        Args:
-            process: the decoding process.
-            name: method of `Worker`: `load` or `finish`.
-            index: number of the image.
-            source: the file, or its bytes.
-            what: further arguments of the method.
-        """
+        """Answer of a process that loads or finishes an image; `UnusableImage` if that fails."""
         answer = process.ask(self, name, index, source, *what)
         if isinstance(answer, ImageError):
             return UnusableImage(index, answer.status, f"{described(index, source)}: {answer}")
@@ -326,12 +313,6 @@ class _DecoderProcess:
         self, child: subprocess.Popen[bytes], task: Decoders | None, name: str, arguments: Any
     ) -> tuple[bool, Any]:
         """Send a request, and receive (True, result) or (False, error).
-
-        Args:
-            child: the running process.
-            task: the task that the request belongs to; it is sent once.
-            name: method of `Worker`.
-            arguments: arguments of that method.
 
         Raises:
             OSError, EOFError, UnpicklingError: the process ended before it had answered.
@@ -533,12 +514,7 @@ class Worker:
         return function(*arguments)
 
     def load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
-        """Load an image; keep it if it is to be drawn, hand it over if it is cut into tiles.
-
-        Args:
-            index: number of the image.
-            source: the file, or its bytes.
-        """
+        """Load an image; keep it if it is to be drawn, hand it over if it is cut into tiles."""
         loaded = load(index, source, self._task.loading, looks=self._task.looks)
         if isinstance(loaded, UnusableImage):
             return loaded
@@ -551,13 +527,7 @@ class Worker:
         return replace(loaded, image=loaded.image if handed else None, render=_elsewhere)
 
     def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
-        """Draw the pictures of a loaded image, and forget the image.
-
-        Args:
-            index: number of the image.
-            source: the file, or its bytes, which are read again if the image wasn't kept.
-            what: arguments of `pictures.write` behind the image.
-        """
+        """Draw the pictures of an image, which is read again if it wasn't kept, and forget it."""
         try:
             image = self._kept.pop((self._task.number, index), None)
             if image is None:
@@ -572,9 +542,5 @@ class Worker:
 
 
 def _elsewhere(view: Any) -> NDArray[np.float32]:
-    """Stand-in for `NetworkInput.render` where another process has the image.
-
-    Raises:
-        ValueError: always.
-    """
+    """Stand-in for `NetworkInput.render` where another process has the image; always raises."""
     raise ValueError(f"{view} can't be rendered: the image was decoded in another process")

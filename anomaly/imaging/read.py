@@ -209,11 +209,6 @@ def derive(function: Callable[[Image], Any], decoding: Decoding, source: Path | 
 
     Decoding processes call it: a function of a module that imports torch has each of them import
     torch, too.
-
-    Args:
-        function: called with the decoded image.
-        decoding: limits and depth.
-        source: the file, or the image.
     """
     try:
         return function(source if isinstance(source, Image) else read_image(source, decoding))

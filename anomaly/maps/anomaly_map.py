@@ -162,13 +162,7 @@ def without_halo(scores: Array, damping: float, tiles: tuple[int, int] = (1, 1))
 
 
 def _highest_around(scores: Array, tiles: tuple[int, int], reach: int = 1) -> Array:
-    """Highest score (…, h, w) around each patch, in the same tile.
-
-    Args:
-        scores: scores (…, h, w); NaN doesn't count.
-        tiles: number of tiles (rows, columns) whose grids make up h and w.
-        reach: rows and columns around the patch that are compared.
-    """
+    """Highest score (…, h, w) within `reach` rows and columns of each patch, in the same tile."""
     *lead, height, width = scores.shape
     rows, columns = tiles
     each = scores.reshape(*lead, rows, height // rows, columns, width // columns)
@@ -227,15 +221,9 @@ def source_map(
 
 @lru_cache(maxsize=64)
 def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np.float32]:
-    """Matrix from one axis of the patch grid to one axis of the network map.
+    """Matrix (size, patches) from an axis of the patch grid to an axis of the network map.
 
-    Args:
-        patches: number of patches.
-        size: number of network pixels.
-        smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
-
-    Returns:
-        (size, patches), rows sum to 1.
+    Its rows sum to 1; `smoothing` is the standard deviation of the Gaussian in network pixels.
     """
     centres = np.arange(size, dtype=np.float64) + 0.5
     bilinear = interpolated(centres * (patches / size), np.eye(patches))
@@ -266,11 +254,6 @@ def _blocks(
 
     The whole matrix of a long image in tiles would take gigabytes, nearly all of them zeros.
 
-    Args:
-        patches: number of patches of all pieces.
-        pieces: one axis of a view.
-        smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
-
     Returns:
         For each piece its view, the columns of its patches, and the block (source, patches of the
         piece) with NaN rows where a crop hides the image.
@@ -289,15 +272,9 @@ def _blocks(
 
 
 def map_matrix(patches: int, axis: AxisView, smoothing: float) -> NDArray[np.float32]:
-    """Matrix from one axis of the patch grid to one axis of an untiled image's anomaly map.
+    """Matrix (source, patches) from an axis of the patch grid to one of an untiled image's map.
 
-    Args:
-        patches: number of patches.
-        axis: the axis of the view.
-        smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
-
-    Returns:
-        (source, patches), rows sum to 1; NaN in rows that a crop hides.
+    Its rows sum to 1; they are NaN where a crop hides the image.
     """
     ((_, _, block),) = _blocks(patches, (axis,), smoothing)
     return block
@@ -306,14 +283,7 @@ def map_matrix(patches: int, axis: AxisView, smoothing: float) -> NDArray[np.flo
 def _resampled(
     values: NDArray[np.float32], view: View, smoothing: float, strip: slice
 ) -> NDArray[np.float32]:
-    """Patch values brought to original pixels: some rows of (row matrix @ values @ column matrixᵀ).
-
-    Args:
-        values: patch values (h, w); with tiles, of their mosaic.
-        view: geometry from the image to the network's input.
-        smoothing: standard deviation of the Gaussian in network pixels.
-        strip: rows of the original image.
-    """
+    """Rows of (row matrix @ values @ column matrix.T): patch values (h, w) in original pixels."""
     rows, columns = (
         _blocks(patches, pieces, smoothing)
         for patches, pieces in zip(values.shape, view.axes, strict=True)

@@ -89,13 +89,7 @@ def heatmap(
 
 
 def _tint(picture: RgbImage, anomaly_map: NDArray[np.float32], threshold: float) -> None:
-    """Colour a picture in place where its map exceeds three quarters of the threshold.
-
-    Args:
-        picture: (H, W, 3) RGB.
-        anomaly_map: (H, W) in score units.
-        threshold: map value from which defects are marked.
-    """
+    """Colour a picture (H, W, 3) in place where its map (H, W) exceeds 3/4 of the threshold."""
     box = _around(anomaly_map > _SHOWN_FROM * threshold)
     if box is None:
         return
