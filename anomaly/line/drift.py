@@ -263,6 +263,7 @@ SELECT MIN (id), MAX (score) FROM (
     AND sha256 NOT IN (SELECT sha256 FROM {JUDGED} WHERE verdict = 'defect') AND {{condition}}
     ORDER BY id DESC LIMIT ?) GROUP BY COALESCE (views, id)
 """
+# Ids of the newest judgement and part: without new ones the drift is as it was.
 _NEWEST = "SELECT (SELECT MAX (id) FROM feedback), (SELECT COALESCE (MAX (id), 0) FROM parts)"
 
 

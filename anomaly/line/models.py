@@ -238,6 +238,7 @@ class ModelSlot:
                     part.decoding.add_done_callback(partial(self._on_decoded, part))
 
     def _on_decoded(self, part: _Part, future: Future[NetworkInput | UnusableImage]) -> None:
+        """Hand a decoded part to the model's thread."""
         if not future.cancelled():
             self._decoded.put(part)
 
@@ -320,7 +321,7 @@ class ModelSlot:
         row = answer.row
         answered: dict[str, Any] = {**asdict(row), "id": number.result()}
         if row.status == "ok":
-            for kind in {"heatmap", "mask"} & {*part.wanted}:
+            for kind in [kind for kind in ("heatmap", "mask") if kind in part.wanted]:
                 answered[f"{kind}_png"] = base64.b64encode(getattr(pictures, kind)).decode()
             if "regions" in part.wanted:
                 mm = part.version.model.config.image.mm_per_pixel

@@ -39,8 +39,8 @@ from anomaly.inference.results import Row
 
 log = logging.getLogger(__name__)
 
-_LOGS = ("-wal", "-shm")  # endings of their names
-_FORMAT = 2
+_LOGS = ("-wal", "-shm")  # endings of the names of SQLite's logs beside a record
+_FORMAT = 2  # of the tables; a record of another format is refused
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
 _TABLES = """
 SELECT type, name, sql FROM sqlite_schema WHERE type <> 'index'
@@ -52,12 +52,8 @@ INSERT INTO parts (model, line)
 SELECT json_extract (line, '$.model_name'), line FROM lines ORDER BY json_extract (line, '$.time')
 """
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
-_KEEP = """
-INSERT OR IGNORE INTO pictures (part, asked, bytes, file, heatmap) VALUES (?, ?, ?, ?, ?)
-"""
-_DROP = """
-DELETE FROM pictures WHERE part = (SELECT part FROM pictures ORDER BY asked, part LIMIT 1)
-"""
+_KEEP = "INSERT OR IGNORE INTO pictures VALUES (?, ?, ?, ?, ?)"
+_OLDEST = "SELECT part FROM pictures ORDER BY asked, part LIMIT 1"
 _PROMISE = "INSERT OR IGNORE INTO promises VALUES (?, ?)"
 # True of rows of `feedback` that count: each person's last judgement of an image, unless withdrawn.
 _COUNTS = """
@@ -77,7 +73,8 @@ FROM {JUDGED} AS judged JOIN parts ON parts.sha256 = judged.sha256
 LEFT JOIN pictures ON pictures.part = parts.id
 WHERE parts.model_id IN ({{marks}}) GROUP BY judged.id ORDER BY judged.id
 """
-_NEWEST = f"""
+# The newest pictures of parts that nobody has judged.
+_UNJUDGED = f"""
 SELECT MAX (parts.id), pictures.file FROM pictures JOIN parts ON pictures.part = parts.id
 WHERE parts.model_id IN ({{marks}}) AND parts.sha256 NOT IN (SELECT sha256 FROM {JUDGED})
 GROUP BY parts.sha256 ORDER BY MAX (parts.id) DESC LIMIT {_PAST}
@@ -138,7 +135,7 @@ class Record:
         self._writer = ThreadPoolExecutor(1, "record")
         self._needed = 0  # bytes that the last write needed
         self._trouble = ""
-        self._places: tuple[object, ...] = ()
+        self._places: dict[str, tuple[int, int]] = {}
         with self._explained():
             self._db = _opened(file)
             self._places = _places(file)
@@ -176,6 +173,7 @@ class Record:
         return self._writer.submit(lambda: self.add([answer])[0])
 
     def _add(self, db: sqlite3.Connection, answer: Answer) -> int:
+        """Record one result; returns the part's number."""
         row = answer.row
         line = json.dumps(asdict(row), allow_nan=False)
         added = db.execute("INSERT INTO parts (model, line) VALUES (?, ?)", (answer.model, line))
@@ -192,7 +190,7 @@ class Record:
         """Keep a part's picture; the oldest others are deleted until all fit."""
         db.execute(_KEEP, (part, asked, len(file) + len(heatmap), file, heatmap))
         while db.execute(_HELD).fetchone()[0] > self._most:
-            db.execute(_DROP)
+            db.execute(f"DELETE FROM pictures WHERE part = ({_OLDEST})")
 
     def add_feedback(
         self,
@@ -229,11 +227,8 @@ class Record:
             if not (verdict or db.execute(own, (sha256, who)).fetchone()):
                 name = who or "someone without a name"
                 raise DataError(f"no judgement by {name} to take back; nothing was recorded")
-            db.execute(
-                "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (part, sha256, who, verdict, defect_type, note, in_utc(datetime.now(UTC))),
-            )
+            judgement = (part, sha256, who, verdict, defect_type, note, in_utc(datetime.now(UTC)))
+            db.execute("INSERT INTO feedback VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)", judgement)
             if picture is not None:
                 self._keep(db, part, True, *picture)
 
@@ -277,11 +272,9 @@ class Record:
             since: only parts since this time (ISO 8601, UTC).
             model: only parts of this model; empty for all.
         """
-        rows = self.read(
-            "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS outcome, COUNT (*)"
-            " FROM parts WHERE time >= ? AND ? IN (model, '') GROUP BY outcome",
-            (since, model),
-        )
+        query = "SELECT IIF (status = 'ok', verdict, status) AS outcome, COUNT (*) FROM parts"
+        query += " WHERE time >= ? AND ? IN (model, '') GROUP BY outcome"
+        rows = self.read(query, (since, model))
         return {outcome or "no verdict": count for outcome, count in rows}
 
     def read(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -418,16 +411,14 @@ def _schema() -> str:
     return f"{tables}; PRAGMA user_version = {_FORMAT}"
 
 
-def _places(file: Path) -> tuple[object, ...]:
-    """Device and inode of the record and its two logs; None for a missing file."""
-    places: list[object] = []
+def _places(file: Path) -> dict[str, tuple[int, int]]:
+    """Device and inode of the record and its two logs, without missing files, by their endings."""
+    places = {}
     for end in ("", *_LOGS):
-        try:
+        with suppress(OSError):
             entry = Path(f"{file}{end}").stat()
-            places.append((entry.st_dev, entry.st_ino))
-        except OSError:
-            places.append(None)
-    return tuple(places)
+            places[end] = entry.st_dev, entry.st_ino
+    return places
 
 
 def in_utc(moment: datetime) -> str:
@@ -484,7 +475,7 @@ def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> C
             path = place / f"part-{part}.{suffix_of(file)}"
             name = f"part {part}" + (f" ({kind})" if kind else "")
             samples[verdict].append(_sample(path, file, name))
-        newest = db.execute(_NEWEST.format(marks=marks), (*model_ids,))
+        newest = db.execute(_UNJUDGED.format(marks=marks), (*model_ids,))
         past = [_sample(folder / "past" / f"{part}", file, f"part {part}") for part, file in newest]
     if not any((lost, past, *samples.values())):
         raise DataError(
