@@ -156,13 +156,13 @@ def passed_over(files: Iterable[Path]) -> str:
 
 
 def open_list(file: Path) -> Dataset:
-    """A CSV file with a header: `path`, and where there are any `label, mask, split, group`.
+    """The data set of a CSV list: a header `path`, and maybe `label, mask, split, group`.
 
-    Paths are taken from the list's own folder. A label is `good` (or another word for it, or `0`)
-    or a kind of defect; where no row has one, all are good, unless their folders' names say
-    otherwise. Without a column `split`, good images are learned from, but for
-    a fifth that is tested with, like all defects; views of one part stay together. The order of
-    the lines changes nothing: images are taken in the order of their paths, as from a folder.
+    Paths start from the list's own folder. A label is `good` (or another word for it, or `0`) or a
+    kind of defect; where no row has one, all images are good, unless their folders' names say
+    otherwise. Without a column `split`, four fifths of the good images train; the others and all
+    defects test, and views of one part stay together. The order of the lines changes nothing:
+    images come in the order of their paths, as from a folder.
 
     Raises:
         DataError: there is no such list, or a row is mistaken; the message names the line.
@@ -198,12 +198,12 @@ def open_visa(folder: Path) -> Dataset:
     root, category = folder.parent, folder.name
     file = root / "split_csv" / "1cls.csv"
     rows = list(_rows(file, ("object", "split", "label", "image", "mask")))
-    own = [(line, row | {"path": row["image"]}) for line, row in rows if row["object"] == category]
-    if not own:
+    listed = [(n, row | {"path": row["image"]}) for n, row in rows if row["object"] == category]
+    if not listed:
         known = nearest(category, (row["object"] for _, row in rows))
         raise DataError(f"{file} lists no category {category!r}; {known}")
     hint = f"{file} must list some with the split `train`"
-    return in_splits(folder, _samples(own, file, root), hint)
+    return in_splits(folder, _samples(listed, file, root), hint)
 
 
 def listing_of(dataset: Dataset, copies: Iterable[Sequence[str]] = ()) -> str:
@@ -217,7 +217,7 @@ def listing_of(dataset: Dataset, copies: Iterable[Sequence[str]] = ()) -> str:
     rows: list[tuple[object, ...]] = [_LISTED]
     for split, sample in ((name, s) for name, inside in dataset.splits.items() for s in inside):
         kind = sample.defect_type
-        if sample.is_defect:  # `0`, and what somebody has said is one
+        if sample.is_defect:  # a kind such as `0` or `July` has to become a word for defects
             kinds = (kind, f"defect {kind}", "defect")
             kind = next(k for k in kinds if label_of(k) is Label.DEFECTIVE)
         mask = None if sample.mask_path is None else str(sample.mask_path)
@@ -239,8 +239,7 @@ def _samples(
     Raises:
         DataError: a row is mistaken, or some rows have a label and some haven't.
     """
-    samples: dict[str, tuple[str, Sample]] = {}
-    lines: dict[str, int] = {}
+    samples: dict[str, tuple[int, str, Sample]] = {}  # line, split and sample by the image's name
     unlabelled = []
     for line, row in rows:
         where = f"{file} line {line}"
@@ -249,7 +248,9 @@ def _samples(
             raise DataError(f"{where} has no path; fill it in or remove the line")
         name = Path(_path_of(path, folder)).as_posix()
         if name in samples:  # `a.png` and `./a.png` are one image
-            raise DataError(f"{where} repeats {name} of line {lines[name]}; remove one of them")
+            raise DataError(
+                f"{where} repeats {name} of line {samples[name][0]}; remove one of them"
+            )
         kind = defect_type_of(label, where)
         mask_path = folder / _path_of(mask, folder) if mask else None
         if split and split not in SPLITS:
@@ -260,14 +261,13 @@ def _samples(
                 "make its split `test`"
             )
         unlabelled += [] if label else [str(line)]
-        samples[name] = split, Sample(folder / name, name, kind, mask_path, group or None)
-        lines[name] = line
+        samples[name] = line, split, Sample(folder / name, name, kind, mask_path, group or None)
     if unlabelled and len(unlabelled) < len(samples):
         raise DataError(
             f"{file}: {len(unlabelled)} of {len(samples)} rows have no label (lines "
             f"{some(unlabelled)}). Fill in `good` or a kind of defect, or remove these lines"
         )
-    return [*samples.values()]
+    return [(split, sample) for _, split, sample in samples.values()]
 
 
 def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Rows:
@@ -300,25 +300,18 @@ def _listed(file: Path, groups: dict[str, str]) -> list[Path]:
     """
     name = f"--input {file}"
     data = _bytes_of(file, name)
-    readings = texts_of(data)
-    if len(readings) > 1:  # file names are bytes: they stay, unless a code page fits better
-        readings.insert(0, os.fsdecode(data))
-    texts = [[line for line in re.split(r"[\r\n]+", text) if line.strip()] for text in readings]
-    lines = max(texts, key=lambda lines: sum(map(_is_there, lines)))
-    if lines and SEPARATOR.match(lines[0]):
-        lines = lines[1:]
+    lines = _lines_of(data)
     header, _ = header_of(lines[0], _SCORED) if lines else ([], "")
     is_path = len(header) < 2 and is_image(Path(*header))
-    of_table = header and not is_path and file.suffix.lower() in (".csv", ".tsv")
-    if not (of_table or {*header} & {*_SCORED}):
+    is_table = header and not is_path and file.suffix.lower() in (".csv", ".tsv")
+    if not (is_table or {*header} & {*_SCORED}):
         return [Path(_path_of(line)) for line in lines]
-    # Without groups are the paths of a results.csv, and those of a data set's list.
-    of_results = "image_sha256" in header
-    grouped = not of_results and not {*header} <= {*_LISTED, ""} - {"group"}
-    of_data_set = not (grouped or of_results) and len(header) > 1
-    folder = file.parent if of_data_set else Path()
-    paths: list[Path] = []
+    # A results.csv and the list of a data set without groups have no groups.
+    of_data_set = ({*_LISTED, ""} - {"group"}).issuperset(header)
+    grouped = not of_data_set and "image_sha256" not in header
+    folder = file.parent if of_data_set and len(header) > 1 else Path()
     needed = _SCORED if grouped else ("path",)
+    paths: list[Path] = []
     for line, row in read_rows(data, name, _SCORED, needed, lambda r: _is_there(r["path"], folder)):
         path = folder / _path_of(row["path"], folder)
         if grouped and not (row["path"] and row["group"]):
@@ -330,6 +323,16 @@ def _listed(file: Path, groups: dict[str, str]) -> list[Path]:
             )
         paths += [path] if row["path"] else []
     return paths
+
+
+def _lines_of(data: bytes) -> list[str]:
+    """The lines of a list that aren't blank, in the encoding in which most are files' paths."""
+    texts = texts_of(data)
+    if len(texts) > 1:  # file names are bytes: they stay, unless a code page fits better
+        texts.insert(0, os.fsdecode(data))
+    readings = [[line for line in re.split(r"[\r\n]+", text) if line.strip()] for text in texts]
+    lines = max(readings, key=lambda lines: sum(map(_is_there, lines)))
+    return lines[1:] if lines and SEPARATOR.match(lines[0]) else lines
 
 
 def _path_of(entry: str, folder: Path = Path()) -> str:
@@ -358,23 +361,22 @@ def picture_names(
     exists: Callable[[str], bool] = lambda name: False,
     numbers: dict[str, int] | None = None,
 ) -> list[str]:
-    """A heatmap's path for each image, mirroring the inputs' folders; no two are equal.
+    """Paths of heatmaps, one for each image, that mirror the inputs' folders; no two are equal.
 
-    Names that are too long for a file system once they have a suffix are shortened. A folder whose
-    name ends like a picture's has a `~` behind it: `x.jpg.png/` is beside `x.jpg`.
+    Names too long for a file system are shortened. A folder named like a picture gets a `~`, so
+    that `x.jpg.png~/` can lie beside `x.jpg.png`, the heatmap of `x.jpg`.
 
     Args:
         paths: the image files.
-        inputs: the files and folders that they were found through; none stands for the files
-            themselves.
+        inputs: the files and folders that a user named; empty for the image files themselves.
         exists: returns True if a picture has that name already.
-        numbers: the last number that earlier calls gave to each name, kept up to date here: the
-            thousandth picture of one name needn't try the 999 before it.
+        numbers: the last number of each name, kept over calls: the thousandth picture of one name
+            needn't try the 999 names before it.
     """
     numbers = {} if numbers is None else numbers
     folders = [absolute(p) if os.path.isdir(p) else absolute(p).parent for p in inputs]  # noqa: PTH112, never raises
     common = os.path.commonpath(folders or [absolute(p).parent for p in paths])
-    names: dict[str, str] = {}  # by what is one name on Windows and macOS
+    names: dict[str, str] = {}  # by the name without capitals: one name on Windows and macOS
     for path in paths:
         mirrored = absolute(path).relative_to(common)
         last = mirrored.stem if mirrored.suffix.lower() == ".png" else mirrored.name

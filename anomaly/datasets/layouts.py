@@ -193,23 +193,29 @@ def open_by_names(
     check_files(good, folder, Label.GOOD)
     check_files([s.path for _, s in samples if s.is_defect], folder, Label.DEFECTIVE)
     check_annotations(good, folder)
-    in_masks = [f for f in files if any(f.is_relative_to(folder / mask) for mask in masks)]
-    # Masks of good images mark nothing.
-    of_good = {
-        f for f in in_masks if Label.GOOD in map(label_of, f.relative_to(folder).parent.parts)
-    }
-    unused = [file for file in in_masks if file not in of_good and not finder.has(file)]
+    in_masks = (f for f in files if any(f.is_relative_to(folder / mask) for mask in masks))
+    unused = [file for file in in_masks if not (finder.has(file) or _of_good(file, folder))]
     hint = "Put good images in good/ or train/good, defective ones in defect/ or defect/<type>/."
     return replace(in_splits(folder, samples, hint), unused_masks=tuple(unused))
 
 
+def _of_good(mask: Path, folder: Path) -> bool:
+    """True for a mask of a good image, which marks nothing, by the folders in the data set's."""
+    return Label.GOOD in map(label_of, mask.relative_to(folder).parent.parts)
+
+
 def _masks_in(inner: Path) -> list[Path]:
-    """The topmost folder of masks on the way to one, if there is any."""
+    """The topmost folder of masks on the way to a folder; none where there is no such folder."""
     return [p for p in (*reversed(inner.parents), inner) if says_masks(p.name)][:1]
 
 
 def _mask_places(inner: Path, masks: Sequence[Path]) -> Iterator[Path]:
-    """Folders that may hold masks of a folder of defects, with or without those above a kind."""
+    """Folders that may hold the masks of a folder of defects, the likeliest first.
+
+    Args:
+        inner: folder of defects, relative to the data set's.
+        masks: folders of masks, relative to the data set's.
+    """
     for mask in masks:
         if mask.parent in (inner, *inner.parents):
             parts = inner.relative_to(mask.parent).parts
@@ -218,7 +224,7 @@ def _mask_places(inner: Path, masks: Sequence[Path]) -> Iterator[Path]:
 
 
 def _say_folder(inner: Path) -> str:
-    """A folder inside another, for people."""
+    """Name of a folder inside a data set's, for messages."""
     return inner.as_posix() if inner.parts else "the images outside of folders"
 
 
@@ -239,7 +245,7 @@ class Recognised:
         layout: a key of `FORMATS`.
         root: the folder of images, or the list of them.
         reason: the sign that it was recognised by, for people.
-        listing: the lines of a list that has to be written for it; empty where none has.
+        listing: lines of the list that says what a person answered; empty without questions.
     """
 
     layout: str
@@ -260,9 +266,9 @@ def recognise(
             where there is no one to ask.
 
     Raises:
-        DataError: it doesn't exist, holds several data sets or no images, has several layouts, or
-            its folders' names don't tell which are good.
-        AnomalyError: its `~` stands for nobody's home folder.
+        DataError: the place doesn't exist, holds several data sets or no images, or its folders'
+            names don't tell which images are good.
+        AnomalyError: the place's `~` stands for nobody's home folder.
     """
     place = absolute(at_home(place))
     if not place.exists():
@@ -349,7 +355,10 @@ def _own_names(
 def _answers(
     place: Path, labels: Mapping[Path, Label], unclear: Sequence[Path], ask: Callable[[str], str]
 ) -> dict[Path, Label]:
-    """Labels of unclear folders by a person, who is asked once for each that holds no clear one."""
+    """Labels of unclear folders, which a person is asked for.
+
+    One question covers a folder and all folders in it, if none of them has a clear name.
+    """
     known = {p for i in labels.keys() - {*unclear} for p in (i, *i.parents)}
     tops = {i: next((p for p in (*reversed(i.parents), i) if p not in known), i) for i in unclear}
     answers = {top: _answer(place / top, ask) for top in dict.fromkeys(tops.values())}
@@ -357,7 +366,7 @@ def _answers(
 
 
 def _answer(folder: Path, ask: Callable[[str], str]) -> Label:
-    """Label of a folder by a person."""
+    """Label of a folder, which a person is asked for."""
     answers = {"good": Label.GOOD, "defective": Label.DEFECTIVE, "out": Label.ASIDE}
     try:
         answer = ask(
