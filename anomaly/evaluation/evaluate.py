@@ -101,7 +101,7 @@ class Evaluation:
 
 
 def score_test_split(
-    detector: Model,
+    model: Model,
     samples: Sequence[Sample],
     *,
     progress: Progress = lambda done, total: None,
@@ -112,7 +112,7 @@ def score_test_split(
     An image that can't be read, or whose mask can't, gets no score, only the reason.
 
     Args:
-        detector: trained.
+        model: the trained model.
         samples: good and defective images; a defect without a mask, or whose mask marks nothing,
             counts for the image metrics only.
         progress: called with (done, total).
@@ -127,8 +127,8 @@ def score_test_split(
     pixels = PixelAccumulator()
     scored: dict[int, Scored] = {}
     by_picture: dict[str, Sample] = {}  # the first sample that shows a picture, by its hash
-    learned = {sha256: name for name, sha256 in detector.manifest["training_images"].items()}
-    for result in detector.results([s.source for s in samples], keep_images=True):
+    learned = {sha256: name for name, sha256 in model.manifest["training_images"].items()}
+    for result in model.results([s.source for s in samples], keep_images=True):
         sample = samples[result.index]
         try:
             if isinstance(result, UnusableImage):
@@ -162,23 +162,23 @@ def score_test_split(
             len(defects),
             some(unmarked),
         )
-    return _evaluation(detector, rows, pixels.result())
+    return _evaluation(model, rows, pixels.result())
 
 
-def _evaluation(detector: Model, rows: tuple[Scored, ...], pixel_metrics: Metrics) -> Evaluation:
+def _evaluation(model: Model, rows: tuple[Scored, ...], pixel_metrics: Metrics) -> Evaluation:
     """Image figures of scored images, beside their pixel figures."""
     usable = [(row.score, row.sample) for row in rows if row.score is not None]
     scores, labels = [score for score, _ in usable], [s.is_defect for _, s in usable]
-    chosen_with = threshold_images(detector)
+    chosen_with = threshold_images(model)
     return Evaluation(
-        detector.config.name,
+        model.config.name,
         rows,
         image_metrics(scores, labels) | pixel_metrics,
         image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.defect_type for _, s in usable]),
-        detector.thresholds,
+        model.thresholds,
         sum(row.sha256 in chosen_with for row in rows),
-        sum(detector.config.has_chosen(row.sha256) for row in rows),
+        sum(model.config.has_chosen(row.sha256) for row in rows),
     )
 
 
@@ -221,7 +221,7 @@ def images_to_test(
     """Test images: of given folders without the training images, else of the model's data set.
 
     Args:
-        model: trained.
+        model: the trained model.
         good: folders of good images.
         defects: folders of defects, whose subfolders name the types.
 
@@ -256,7 +256,7 @@ def not_learned(model: Model, given: Sequence[Sample]) -> list[Sample]:
     """Images without the model's training images, which a warning counts.
 
     Args:
-        model: trained.
+        model: the trained model.
         given: images of the user. Unreadable files, and defects that the model has learned as
             good, stay: the evaluation reports them.
 
@@ -287,7 +287,7 @@ class TrainingImages:
     """Search for a model's training images in its data set and in folders, known by their content.
 
     Args:
-        model: trained.
+        model: the trained model.
         folders: folders that may hold training images, under any names; the first search that
             needs it hashes all their files.
 

@@ -37,11 +37,11 @@ _CROP = 150  # side of a crop in pixels
 _CONTEXT = 7  # side of a crop in sides of its patch
 
 
-def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explanation:
+def explained(model: Model, image: Path | Image, *good: str | Path) -> Explanation:
     """The evidence for an image's score.
 
     Args:
-        detector: trained.
+        model: the trained model.
         image: a file, or pixels.
         good: folders with training images, besides the data set's.
 
@@ -49,26 +49,26 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
         ImageError: the image can't be scored.
         DataError: a name in `good` isn't a folder.
     """
-    item = Decoders(detector.loading, keep_image=True).load(image)
+    item = Decoders(model.loading, keep_image=True).load(image)
     if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
-    (prediction,) = detector.predict_batches([[item]])
+    (prediction,) = model.predict_batches([[item]])
     if isinstance(prediction, UnusableImage):
         raise ImageError(prediction.reason, prediction.status)
-    flaws = () if detector.thresholds is None else prediction.regions
+    flaws = () if model.thresholds is None else prediction.regions
     peaks = [peak_of(flaw, item.view) for flaw in flaws]
     item, scores = item.in_part(), prediction.patch_scores  # so that equal places are compared
     patches = worst_patches(scores, peaks, item.view)
-    good_images = GoodImages(detector, *good)
+    good_images = GoodImages(model, *good)
     facts, crops = _compared(item, scores, patches, good_images)
-    folder = detector.folder
+    folder = model.folder
     if folder is not None and folder.name == "model":
         folder = folder.parent  # the run, as people name it
     return Explanation(
         prediction,
-        {"name": detector.name, "model id": detector.model_id, "folder": str(folder or "")},
-        _pictures(detector, prediction, tile_of(item, scores.shape, next(iter(patches)))),
-        region_rows(prediction.name, flaws, detector.config.image.mm_per_pixel),
+        {"name": model.name, "model id": model.model_id, "folder": str(folder or "")},
+        _pictures(model, prediction, tile_of(item, scores.shape, next(iter(patches)))),
+        region_rows(prediction.name, flaws, model.config.image.mm_per_pixel),
         facts,
         crops,
         good_images.missing(),
@@ -108,23 +108,23 @@ def _compared(
     return facts, crops
 
 
-def _pictures(detector: Model, prediction: Prediction, worst: NetworkInput) -> dict[str, RgbImage]:
+def _pictures(model: Model, prediction: Prediction, worst: NetworkInput) -> dict[str, RgbImage]:
     """Pictures of the feature maps and of the score's gradient, by name, for `Explanation`.
 
     Args:
-        detector: trained.
+        model: the trained model.
         prediction: prediction for the image.
         worst: the image, or its worst tile.
     """
-    extractor, network_picture = detector.extractor, saliency.picture_of(worst)
+    extractor, network_picture = model.extractor, saliency.picture_of(worst)
     maps = saliency.feature_map_pictures(
         extractor.network,
-        network_input([worst], detector.normalise, detector.device)[0],
+        network_input([worst], model.normalise, model.device)[0],
         extractor.layers,
         picture=network_picture,
     )
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
-    shown, gradient = saliency.fitted(network_picture), score_gradient(detector, worst)
+    shown, gradient = saliency.fitted(network_picture), score_gradient(model, worst)
     glow = saliency.glowing(shown, saliency.saliency_map(gradient))
     pictures["score_gradient"] = saliency.beside(
         [
@@ -257,29 +257,29 @@ def tile_of(item: NetworkInput, grid: tuple[int, int], patch: tuple[int, int]) -
     return item.tile_at(row, column)
 
 
-def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
+def score_gradient(model: Model, item: NetworkInput) -> Tensor:
     """The gradient of an image's anomaly score with respect to its pixels.
 
     Args:
-        detector: trained, of any method, with any image score.
+        model: the trained model, of any method, with any image score.
         item: one loaded image, or one tile of it.
 
     Returns:
         (3, H, W) at the network's size, in score units per unit of a colour in [0, 1].
     """
-    network, layers = detector.extractor.network, detector.extractor.layers
+    network, layers = model.extractor.network, model.extractor.layers
     pieces = pieces_of([item])
 
     def score(images: Tensor) -> Tensor:
         with capture(network, layers, stop=True, grad=True) as captured:
-            captured.run(detector.normalise(images))
-            maps = detector.extractor.maps_of(captured.pop(), images)
-        embeddings = detector.embedder.align(maps)
-        inside = patches_inside(pieces, embeddings, detector.region)
-        scores: Tensor = detector.score_patches(embeddings, pieces, inside)[1]
+            captured.run(model.normalise(images))
+            maps = model.extractor.maps_of(captured.pop(), images)
+        embeddings = model.embedder.align(maps)
+        inside = patches_inside(pieces, embeddings, model.region)
+        scores: Tensor = model.score_patches(embeddings, pieces, inside)[1]
         return scores
 
-    pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
+    pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(model.device)
     return saliency.image_gradient(score, pixels)
 
 
@@ -300,19 +300,19 @@ class GoodImages:
     """Good patches of a model's training images, with pictures where the files still exist.
 
     Args:
-        detector: trained.
+        model: the trained model.
         folders: folders with training images, besides the data set's.
 
     Raises:
         DataError: a name isn't a folder.
     """
 
-    def __init__(self, detector: Model, *folders: str | Path) -> None:
-        self._detector = detector
-        self._names = training_names(detector.manifest)
-        self._files = TrainingImages(detector, *folders)
+    def __init__(self, model: Model, *folders: str | Path) -> None:
+        self._model = model
+        self._names = training_names(model.manifest)
+        self._files = TrainingImages(model, *folders)
         self._loaded: dict[str, NetworkInput | None] = {}  # by name; None for one not found
-        self._grid_of = cache(detector.embedder.grid)
+        self._grid_of = cache(model.embedder.grid)
 
     def nearest(
         self, item: NetworkInput, patches: Sequence[tuple[int, int]], count: int = 5
@@ -332,9 +332,9 @@ class GoodImages:
         """
         with torch.inference_mode():
             embeddings = torch.stack([self._embedding(item, patch) for patch in patches])
-            evidence = self._detector.scorer.evidence(embeddings, count)
+            evidence = self._model.scorer.evidence(embeddings, count)
         if evidence is None:  # the method keeps no patches
-            learned = list(self._detector.manifest["training_images"])
+            learned = list(self._model.manifest["training_images"])
             count = min(count, len(learned))
             names = [learned[i * len(learned) // count] for i in range(count)]
             return [
@@ -399,7 +399,7 @@ class GoodImages:
         if name not in self._loaded:
             self._loaded[name] = None
             if sample := self._files.find(name):
-                item = Decoders(self._detector.loading, keep_image=True).load(sample.path)
+                item = Decoders(self._model.loading, keep_image=True).load(sample.path)
                 if isinstance(item, NetworkInput):
                     self._loaded[name] = item.in_part()
         return self._loaded[name]
@@ -407,7 +407,7 @@ class GoodImages:
     def _embedding(self, item: NetworkInput, patch: tuple[int, int]) -> Tensor:
         """The embedding (D,) of an image's patch."""
         tile = tile_of(item, self._grid(item), patch)
-        embeddings = self._detector.embedder([tile])[0]
+        embeddings = self._model.embedder([tile])[0]
         height, width = embeddings.shape[:2]
         return embeddings[patch[0] % height, patch[1] % width]
 

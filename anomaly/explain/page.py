@@ -35,8 +35,8 @@ class Explanation:
     """Evidence for an image's score, in pictures and figures.
 
     Attributes:
-        prediction: the detector's prediction, with the image.
-        model: name, id and folder of the detector; an empty folder for a detector in memory.
+        prediction: the model's prediction, with the image.
+        model: name, id and folder of the model; an empty folder for a model in memory.
         pictures: (H, W, 3) uint8 RGB by name: `score_gradient` (the pixels that move the score) and
             `feature_maps_<layer>` for each hooked layer.
         regions: marked regions, as in regions.csv.

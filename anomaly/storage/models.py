@@ -253,11 +253,11 @@ def exported_stages(
     }
 
 
-def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
+def save(model: Model, folder: Path, *, overwrite: bool = False) -> str:
     """Write a model folder; it appears under its name complete, or not at all.
 
     Args:
-        detector: the model; an exported one can't be saved.
+        model: the model; an exported one can't be saved.
         folder: the model folder.
         overwrite: replace an earlier model.
 
@@ -271,24 +271,24 @@ def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
     """
     claim_model(folder, overwrite=overwrite)
     with appearing(folder) as draft:
-        _save_tensors(detector.extractor.network.state_dict(), draft / BACKBONE)
-        _save_tensors(detector.scorer.tensors(), draft / SCORER)
-        optional = {STATISTICS: detector.training_statistics, REFERENCE: detector.reference}
+        _save_tensors(model.extractor.network.state_dict(), draft / BACKBONE)
+        _save_tensors(model.scorer.tensors(), draft / SCORER)
+        optional = {STATISTICS: model.training_statistics, REFERENCE: model.reference}
         for name, part in optional.items():
             if part is not None:
                 _save_tensors(part.tensors(), draft / name)
-        for name, picture in _mask_files(detector.region).items():
+        for name, picture in _mask_files(model.region).items():
             (draft / name).write_bytes(picture)
-        settings = yaml.safe_dump(to_dict(detector.config), sort_keys=False)
+        settings = yaml.safe_dump(to_dict(model.config), sort_keys=False)
         (draft / "config.yaml").write_text(settings, "utf-8")
-        write_thresholds(draft, detector.thresholds)
+        write_thresholds(draft, model.thresholds)
         files = {f.name: file_entry(f) for f in sorted(draft.iterdir())}
         # The manifest comes last: it holds the hashes of all other files but the history, and its
         # own hash is the model's id, which the history names.
-        manifest = {**detector.manifest, "software_version": __version__, "files": files}
+        manifest = {**model.manifest, "software_version": __version__, "files": files}
         write_sealed(draft / MANIFEST, manifest)
         new_id = model_id(draft)
-        write_history(draft, detector.history, detector.changes, new_id)
+        write_history(draft, model.history, model.changes, new_id)
     return new_id
 
 
@@ -302,7 +302,7 @@ def _save_tensors(tensors: Mapping[str, Any], file: Path) -> None:
 
 
 def manifest_of(
-    detector: Model,
+    model: Model,
     weights_sha256: str | None,
     training_images: Mapping[str, str],
     refused_images: Mapping[str, int],
@@ -310,7 +310,7 @@ def manifest_of(
     """A new model's manifest: its network, training images and origin; `save` adds the files.
 
     Args:
-        detector: the model, just trained.
+        model: the model, just trained.
         weights_sha256: hash of the backbone's weights file; None for random weights.
         training_images: sha256 of each training image learned from, by name, in order.
         refused_images: number of each training image that wasn't learned from, by name.
@@ -318,14 +318,14 @@ def manifest_of(
     from anomaly.backbones.layers import describe
     from anomaly.backbones.networks import backbone_of
 
-    backbone = backbone_of(detector.config.backbone.name)
+    backbone = backbone_of(model.config.backbone.name)
     return {
         "software_version": __version__,
-        "aspect": detector.aspect,
+        "aspect": model.aspect,
         "backbone": {
-            **describe(detector.extractor),
-            "mean": list(detector.normalise.mean),
-            "std": list(detector.normalise.std),
+            **describe(model.extractor),
+            "mean": list(model.normalise.mean),
+            "std": list(model.normalise.std),
             "weights_sha256": weights_sha256,
             "weights_licence": backbone.licence() if weights_sha256 else None,
         },
@@ -333,7 +333,7 @@ def manifest_of(
             "packages": {name: _version(name) for name in (*_RECORDED, *backbone.packages)},
             "python": platform.python_version(),
             "machine": platform.machine(),
-            "device": detector.device.type,
+            "device": model.device.type,
             "threads": get_threads(),
         },
         "files": {},

@@ -231,7 +231,7 @@ def recorded(model: Model, kind: str) -> set[str]:
     """sha256 of the images of one kind in a model's history.
 
     Args:
-        model: trained.
+        model: the trained model.
         kind: name in the history's entries, such as `defects`.
     """
     return _images(changes_of(model), kind)
