@@ -201,46 +201,40 @@ class Scores:
     """The scores of one set of settings on the common images.
 
     Attributes:
-        held_out: (n,) of training images, by models that haven't learned from them.
         defects: (m,) of known defects.
-        good: (g,) of other good images.
+        good: (n,) of training images, by models that haven't learned from them, and of other good
+            images.
     """
 
-    held_out: Floats
     defects: Floats
     good: Floats
 
     @property
     def every(self) -> Floats:
-        """Scores (m + n + g,) of all images, defects first."""
-        return np.concatenate([self.defects, self.reference])
-
-    @property
-    def reference(self) -> Floats:
-        """Scores (n + g,) of all good images: training images, and others."""
-        return np.concatenate([self.held_out, self.good])
+        """Scores (m + n,) of all images, defects first."""
+        return np.concatenate([self.defects, self.good])
 
     def only(self, mask: Mask) -> Scores:
-        """The scores of some images, by a mask (m + n + g,) in the order of `every`."""
-        defects, held_out, good = np.split(mask, np.cumsum([len(self.defects), len(self.held_out)]))
-        return Scores(self.held_out[held_out], self.defects[defects], self.good[good])
+        """The scores of some images, by a mask (m + n,) in the order of `every`."""
+        defects, good = np.split(mask, [len(self.defects)])
+        return Scores(self.defects[defects], self.good[good])
 
     def limit(self, rate: float) -> float:
         """The threshold that flags at most a share of good images on average."""
         # No threshold helps where there is a reason for review: such scores are infinite.
-        good = self.reference[np.isfinite(self.reference)]
+        good = self.good[np.isfinite(self.good)]
         above = max(1, int(rate * (len(good) + 1) + 1e-9))
         return float(np.partition(good, len(good) - above)[len(good) - above])
 
 
 def worths(scores: Scores, rate: float) -> Floats:
     """The worth (m,) of each defect, from 0 to 1, as the module's text defines it."""
-    return _counted(_good_above(scores) / len(scores.reference), rate)
+    return _counted(_good_above(scores) / len(scores.good), rate)
 
 
 def _good_above(scores: Scores) -> NDArray[np.int64]:
     """Number (m,) of good images that score as high as each defect, or higher."""
-    good = np.sort(scores.reference)
+    good = np.sort(scores.good)
     return np.asarray(len(good) - np.searchsorted(good, scores.defects))
 
 
@@ -250,11 +244,11 @@ def _counted(shares: Floats, rate: float) -> Floats:
 
 
 def _influence(scores: Scores, rate: float) -> Floats:
-    """Influence (n + g,) of each good image on the sum of worths, by leave-one-out.
+    """Influence (n,) of each good image on the sum of worths, by leave-one-out.
 
     The sum of their squares is the jackknife's variance.
     """
-    good, order = scores.reference, np.argsort(scores.defects)
+    good, order = scores.good, np.argsort(scores.defects)
     above, count = _good_above(scores)[order], max(len(good) - 1, 1)
     # Gain of each defect, in rising order of scores, if a good image above it is left out.
     gains = _counted((above - 1) / count, rate) - _counted(above / count, rate)
@@ -419,21 +413,22 @@ class Trial:
     Attributes:
         changes: differences from the present settings; empty for these themselves.
         config: the settings, with the precision that training has chosen.
-        review: the review threshold.
         scores: scores of all images: NaN for an unusable image, and for a training image without
             a held-out score (a copy of another); infinite for an image with a reason for review.
         hashes: sha256 of the usable known images, by name.
         seconds: time of the trial, by stage.
         image_seconds: time to score one known image.
+        flagged: number of good test images above the trial's own review threshold, among those
+            scored, in words; empty without any.
     """
 
     changes: tuple[Change, ...]
     config: Config
-    review: float
     scores: Scores
     hashes: Mapping[str, str]
     seconds: Mapping[str, float]
     image_seconds: float
+    flagged: str
 
     @property
     def name(self) -> str:
@@ -509,14 +504,16 @@ class Search:
             for i, image in enumerate(known)
         ]
         held_out = [of_good.get(sample.name, math.nan) for sample in self.train]
+        tested = [value for value in values[split:] if not math.isnan(value)]
+        flagged = sum(value > model.thresholds.review for value in tested)
         return Trial(
             changes,
             config.model_copy(update={"precision": model.config.precision}),
-            model.thresholds.review,
-            Scores(*map(np.array, (held_out, values[:split], values[split:]))),
+            Scores(np.array(values[:split]), np.array([*held_out, *values[split:]])),
             {image.sample.name: image.sha256 for image in known if image.score is not None},
             training.seconds | {"scoring": took},
             took / len(known),
+            f"{flagged} of {len(tested)}" if tested else "",
         )
 
     def usable(self) -> Mask:
@@ -681,13 +678,8 @@ class Tuning:
 
     def _row(self, trial: Trial) -> tuple[str, ...]:
         """The table's row of a trial, with the columns of `_HEAD`."""
-        defects, good = trial.scores.defects, trial.scores.good
-        return (
-            trial.name,
-            f"{self.caught(trial)} of {len(defects)}",
-            f"{int((good > trial.review).sum())} of {len(good)}" if len(good) else "",
-            f"{1000 * trial.image_seconds:.0f}",
-        )
+        caught = f"{self.caught(trial)} of {len(trial.scores.defects)}"
+        return trial.name, caught, trial.flagged, f"{1000 * trial.image_seconds:.0f}"
 
 
 def _too_few(parts: int) -> str:

@@ -159,7 +159,7 @@ def test_images_with_a_reason_for_review_are_caught_whatever_their_score(tmp_pat
     given = train, [far, usual], [usual, far]
     scores = Search(config, *given, 0.0, torch.device("cpu"), tmp_path).trial(()).scores
     assert np.isinf(scores.defects).tolist() == [True, False]
-    assert np.isinf(scores.good).tolist() == [False, True]
+    assert np.isinf(scores.good[-2:]).tolist() == [False, True]
     assert scores.limit(0.01) < np.inf
 
 
@@ -220,19 +220,20 @@ def drawn(
         return values + 0.3 * draw.normal(size=len(values))
 
     other = draw.normal(size=25)
-    return [Scores(noisy(held_out), noisy(known + gain), noisy(other)) for gain in gains]
+    rows = [(noisy(held_out), noisy(known + gain), noisy(other)) for gain in gains]
+    return [Scores(defects, np.append(learned, tested)) for learned, defects, tested in rows]
 
 
 def test_a_defect_above_all_good_ones_counts_one_and_one_among_them_nothing() -> None:
     good = np.arange(100.0)
-    values = worths(Scores(good, np.array([200.0, 94.5, 50.0]), np.array([])), RATE)
+    values = worths(Scores(np.array([200.0, 94.5, 50.0]), good), RATE)
     assert values == pytest.approx([1.0, 0.5, 0.0])
 
 
 def test_good_images_of_another_lot_raise_the_threshold() -> None:
     held_out, defects = np.arange(100.0), np.array([150.0])
-    without = Scores(held_out, defects, np.array([]))
-    with_others = Scores(held_out, defects, np.full(20, 200.0))
+    without = Scores(defects, held_out)
+    with_others = Scores(defects, np.append(held_out, np.full(20, 200.0)))
     assert (without.limit(RATE), with_others.limit(RATE)) == (95.0, 200.0)
     assert (worths(without, RATE)[0], worths(with_others, RATE)[0]) == (1.0, 0.0)
 
@@ -241,7 +242,7 @@ def test_the_threshold_is_that_of_training() -> None:
     from anomaly.calibration.thresholds import threshold_for_expected_rate
 
     held_out = np.random.default_rng(0).normal(5, 1, 137)
-    scores = Scores(held_out, np.array([]), np.array([]))
+    scores = Scores(np.array([]), held_out)
     assert (held_out > scores.limit(RATE)).sum() == (
         held_out > threshold_for_expected_rate(held_out, RATE).value
     ).sum()
@@ -267,7 +268,7 @@ def seen(
         own = 1.5 + gain + 0.7 * (of_part + draw.normal(size=parts))
         defects = own.repeat(views) + 0.2 * draw.normal(size=parts * views)
         held_out = 0.7 * (of_good + draw.normal(size=good))
-        settings.append(Scores(held_out, defects, np.array([])))
+        settings.append(Scores(defects, held_out))
     return settings
 
 
