@@ -415,7 +415,7 @@ class Trial:
         config: the settings, with the precision that training has chosen.
         scores: scores of all images: NaN for an unusable image, and for a training image without
             a held-out score (a copy of another); infinite for an image with a reason for review.
-        hashes: sha256 of the usable known images, by name.
+        hashes: sha256 of the usable known images.
         seconds: time of the trial, by stage.
         image_seconds: time to score one known image.
         flagged: number of good test images above the trial's own review threshold, among those
@@ -425,7 +425,7 @@ class Trial:
     changes: tuple[Change, ...]
     config: Config
     scores: Scores
-    hashes: Mapping[str, str]
+    hashes: frozenset[str]
     seconds: Mapping[str, float]
     image_seconds: float
     flagged: str
@@ -510,7 +510,7 @@ class Search:
             changes,
             config.model_copy(update={"precision": model.config.precision}),
             Scores(np.array(values[:split]), np.array([*held_out, *values[split:]])),
-            {image.sample.name: image.sha256 for image in known if image.score is not None},
+            frozenset(image.sha256 for image in known if image.score is not None),
             training.seconds | {"scoring": took},
             took / len(known),
             f"{flagged} of {len(tested)}" if tested else "",
@@ -609,12 +609,9 @@ class Tuning:
     @property
     def config(self) -> Config:
         """The chosen settings, to train with; `chosen_by` names the known images."""
-        hashes = self.tried[0].hashes.values()
-        named: dict[str, Any] = {
-            "name": f"{self.base.name}_tuned",
-            "chosen_by": tuple(sorted(sha256[:NAMED_DIGITS] for sha256 in hashes)),
-        }
-        return with_changes(self.base, self.chosen.changes).model_copy(update=named)
+        chosen_by = tuple(sorted(sha256[:NAMED_DIGITS] for sha256 in self.tried[0].hashes))
+        new = {"name": f"{self.base.name}_tuned", "chosen_by": chosen_by}
+        return with_changes(self.base, self.chosen.changes).model_copy(update=new)
 
     @property
     def reason(self) -> str:

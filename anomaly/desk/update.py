@@ -76,8 +76,7 @@ def update(
             include_suspects=include_suspects,
             progress=progress,
         )
-    refused = list(learned.refused.values())
-    for reason in first_of(refused):
+    for reason in first_of(learned.refused):
         log.warning("skipped: %s", reason)
     verdicts = verdicts_of(model, learned.model, {**known, "past parts": past}, progress=progress)
     before, after = model.thresholds, learned.model.thresholds
@@ -102,7 +101,7 @@ def update(
         f"before the update: {_verdicts(image.verdict(before) for image in scored_before)}",
     ]
     new, doubts = replace(learned.model, changes=changes), list(filter(None, [verdicts.refusal]))
-    return Change(model, new, verdicts, notes, doubts, refused)
+    return Change(model, new, verdicts, notes, doubts, learned.refused)
 
 
 def _verdicts(verdicts: Iterable[str]) -> str:
@@ -155,14 +154,14 @@ class Learned:
         good: scores of the learned images, each by a model that hasn't learned it.
         hashes: sha256 of each learned image, by name.
         suspects: scores of the images that weren't learned, by name, the highest first.
-        refused: reasons of unusable images, by name.
+        refused: reasons of unusable images.
     """
 
     model: Model
     good: GoodScores
     hashes: dict[str, str]
     suspects: dict[str, float]
-    refused: dict[str, str]
+    refused: list[str]
 
 
 def learn(
@@ -220,20 +219,20 @@ def learn(
         if suspects:
             learned = {i: s for i, s in learned.items() if s.name not in suspects}
             new, good = _trial(model, setup.fitter, patches, learned, progress)
-        refused = {numbered[item.index].name: item.reason for item in patches.refused}
+        refused = [item.reason for item in patches.refused]
         hashes = {sample.name: patches.hashes[i] for i, sample in learned.items()}
         statistics = TrainingStatistics.of(patches.statistics_of([*learned]))
     left_out = {s.name: i for i, s in numbered.items() if s.name not in hashes}
     manifest, known_statistics = model.manifest, model.training_statistics
-    both = model.thresholds.good.joined(good)
+    all_good = model.thresholds.good.joined(good)
     source = (
-        f"{len(both.names)} good images, each scored by a model that hasn't seen it, "
+        f"{len(all_good.names)} good images, each scored by a model that hasn't seen it, "
         f"{len(good.names)} of them new"
     )
-    both = replace(both, source=source)
+    all_good = replace(all_good, source=source)
     new = replace(
         new,
-        thresholds=thresholds_from(both, *model.rates(), newest=good.image),
+        thresholds=thresholds_from(all_good, *model.rates(), newest=good.image),
         training_statistics=known_statistics and known_statistics.merged(statistics),
         manifest={
             **manifest,
