@@ -9,6 +9,7 @@ import tracemalloc
 import zlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import cv2
 import numpy as np
@@ -58,21 +59,16 @@ def test_pil_images_are_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_pil_readers_that_fail_in_ways_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise struct.error("unpack requires a buffer of 8 bytes")
-
-    monkeypatch.setattr(Pil.Image, "tobytes", fail)
+    error = struct.error("unpack requires a buffer of 8 bytes")
+    monkeypatch.setattr(Pil.Image, "tobytes", Mock(side_effect=error))
     with pytest.raises(ImageError, match=r"PIL can't read it .unpack requires"):
         source_of(Pil.new("L", (8, 8)), DEFAULT)
 
 
 def test_memory_that_opencv_does_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        error = cv2.error("Insufficient memory")
-        error.code = cv2.Error.StsNoMem
-        raise error
-
-    monkeypatch.setattr(cv2, "cvtColor", fail)
+    error = cv2.error("Insufficient memory")
+    error.code = cv2.Error.StsNoMem
+    monkeypatch.setattr(cv2, "cvtColor", Mock(side_effect=error))
     with pytest.raises(ImageError, match="isn't enough memory"):
         source_of(np.zeros((8, 8), np.uint8), DEFAULT)
 

@@ -9,6 +9,7 @@ import os
 import tracemalloc
 import zlib
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -181,14 +182,6 @@ def test_max_pixels_is_a_limit_not_a_bound_below(rgb):
     assert refused(data, max_pixels=H * W - 1).status == "unsupported"
 
 
-def test_a_stream_longer_than_its_picture_isnt_inflated():
-    bomb = png(10, 10, 8, 0, [zlib.compress(bytes(50_000_000), 1)])
-    tracemalloc.start()
-    assert read_image(bomb).size == (10, 10)
-    assert tracemalloc.get_traced_memory()[1] < 10_000_000
-    tracemalloc.stop()
-
-
 def test_a_file_far_too_long_for_its_pixels_is_refused_before_it_is_read(tmp_path, rgb):
     path = written(tmp_path, encoded(rgb, "PNG"))
     os.truncate(path, 3_000_000_000)  # a hole, which takes no room on the disk
@@ -248,21 +241,14 @@ def test_a_pipe_doesnt_hang(tmp_path):
 def test_failures_of_the_disk(tmp_path, rgb, monkeypatch):
     path = written(tmp_path, encoded(rgb, "PNG"))
     for failure in (PermissionError(13, "Permission denied"), OSError(5, "I/O")):
-
-        def fail(*_, failure=failure):
-            raise failure
-
-        monkeypatch.setattr(Path, "open", fail)
+        monkeypatch.setattr(Path, "open", Mock(side_effect=failure))
         error = refused(path)
         assert error.status == "unreadable"
         assert failure.strerror in str(error)
 
 
 def test_too_little_memory_isnt_called_damage(rgb, monkeypatch):
-    def fail(*_):
-        raise MemoryError
-
-    monkeypatch.setattr(images, "turned_upright", fail)
+    monkeypatch.setattr(images, "turned_upright", Mock(side_effect=MemoryError))
     assert refused(encoded(rgb, "PNG")).status == "unsupported"
 
 
@@ -320,10 +306,8 @@ def test_list_images_never_skips_a_folder_it_cant_read(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="missing"):
         list_images(tmp_path / "missing")
 
-    def fail(_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "scandir", fail)
+    refusal = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=refusal))
     with pytest.raises(DataError, match="Permission denied"):
         list_images(tmp_path)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import cv2
 import numpy as np
@@ -37,10 +38,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_mistake_in_a_decoder_is_this_files(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def decode(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("division\nby zero")
-
-    monkeypatch.setattr(loading, "read_image", decode)
+    error = ZeroDivisionError("division\nby zero")
+    monkeypatch.setattr(loading, "read_image", Mock(side_effect=error))
     found = load(3, file, _loading())
     assert found == UnusableImage(3, "failed", f"{file}: ZeroDivisionError: division by zero")
 
@@ -49,11 +48,7 @@ def test_an_image_that_cant_be_resized_points_to_tiles(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for error in (MemoryError(), cv2.error("Failed to allocate\n 3 GB")):
-
-        def render(*_: object, error: Exception = error) -> None:
-            raise error
-
-        monkeypatch.setattr(loading, "render", render)
+        monkeypatch.setattr(loading, "render", Mock(side_effect=error))
         found = load(0, file, _loading())
         assert isinstance(found, UnusableImage)
         assert found.status == "unsupported"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
+from unittest.mock import Mock
 
 import cv2
 import numpy as np
@@ -169,16 +170,13 @@ def test_processes_that_are_killed_or_rest_are_replaced(
 
 
 def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_badly(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("a bug")
-
     (folder / "out").write_text("a file where the folder should be")
     path = folder / "00.png"
     decoders = _decoders(folder)
     item = decoders.load(path)
     with pytest.raises(OutputError, match="can't be written"):
         decoders.finish(0, path, _map(item), {"heatmap"}, "1.png").result()
-    monkeypatch.setattr(pool, "load", load_badly)
+    monkeypatch.setattr(pool, "load", Mock(side_effect=ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         decoders.load(path)
 
@@ -186,10 +184,7 @@ def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.Mo
 def test_an_image_that_cannot_be_drawn_is_failed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise cv2.error("no room")
-
-    monkeypatch.setattr(PictureWriter, "write", fail)
+    monkeypatch.setattr(PictureWriter, "write", Mock(side_effect=cv2.error("no room")))
     path = folder / "00.png"
     decoders = _decoders(folder)
     drawn = decoders.finish(0, path, _map(decoders.load(path)), "0.png").result()
@@ -229,9 +224,6 @@ def test_what_commands_send_to_the_processes_loads_no_torch(
 def test_processes_that_do_not_start_are_not_the_images_fault(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(*_: object, **__: object) -> object:
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
     def refused() -> str:
         pool.close()
         with pytest.raises(AnomalyError) as caught:
@@ -241,7 +233,8 @@ def test_processes_that_do_not_start_are_not_the_images_fault(
     (folder / "cv2.py").write_text("raise ImportError('libGL.so.1: no such file')")
     monkeypatch.syspath_prepend(str(folder))
     assert re.search(r"end as soon as they are started: .*libGL\.so\.1", refused())
-    monkeypatch.setattr(pool.subprocess, "Popen", no_room)
+    no_room = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    monkeypatch.setattr(pool.subprocess, "Popen", Mock(side_effect=no_room))
     assert "no process can be started that decodes images: Resourc" in refused()
 
 
