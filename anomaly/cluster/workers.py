@@ -216,13 +216,13 @@ class _Unit:
         images: the unit's images, in the form that the actor takes.
 
     Attributes:
-        wanted: the images for the next worker: all, one, or none.
+        images: the images for the next worker: all, one, or none.
         done: the unit's result; None until it is complete.
     """
 
     def __init__(self, images: Sequence[Any]) -> None:
         self._steps = _steps_of(images)
-        self.wanted: list[Any] = next(self._steps)
+        self.images: list[Any] = next(self._steps)
         self.done: Done | None = None
 
     def advance(self, answer: Future[Any]) -> None:
@@ -233,7 +233,7 @@ class _Unit:
             Exception: the error of the actor's method.
         """
         try:
-            self.wanted = self._steps.send(answer)
+            self.images = self._steps.send(answer)
         except StopIteration as end:
             self.done = end.value
 
@@ -338,7 +338,7 @@ class Workers:
             if not self._idle:
                 self._idle.append(self._cluster.start(self._kind, *self._arguments))
             worker, unit = self._idle.pop(), waiting.popleft()
-            self._busy[ask(worker, unit.wanted)] = worker, unit
+            self._busy[ask(worker, unit.images)] = worker, unit
 
     def _answers(self) -> list[_Unit]:
         """Wait for workers' answers; the units that need a further step."""
@@ -431,6 +431,12 @@ class ScoringWorker:
         return [r if isinstance(r, UnusableImage) else replace(r, image=None) for r in results]
 
     def _load(self) -> Model:
+        """Load the model.
+
+        Raises:
+            ModelError: this machine doesn't see the model folder.
+            DataError: the model, program or device isn't that of the command.
+        """
         host, expected = socket.gethostname(), self._about
         _use_one_thread()
         try:
@@ -478,8 +484,8 @@ def cluster_features(
     for abandoned in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
         shutil.rmtree(abandoned, ignore_errors=True)
     batch = setup.embedder.max_batch_size(setup.config.batch_size)
-    wanted = min(_SHARD_IMAGES, -(-len(images) // _LEAST_SHARDS))
-    size = -(-wanted // batch) * batch
+    size = min(_SHARD_IMAGES, -(-len(images) // _LEAST_SHARDS))
+    size = -(-size // batch) * batch  # whole batches
     with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute()) as folder:
         sent = cluster.put(setup), cluster.put(images)
         # An actor outlives a pass over the images: its decoders are started.
@@ -585,8 +591,8 @@ class ShardedFeatures(CachedFeatures):
             _, features = self.shards[unit[0] // self.shard if unit else 0]
             return actor.ask(method, features, unit, sent)
 
-        wanted = ([i for i in usable if i in self.images] for usable, _ in self.shards)
-        units = [unit for unit in wanted if unit]
+        selected = ([i for i in usable if i in self.images] for usable, _ in self.shards)
+        units = [unit for unit in selected if unit]
         for unit, (result, lost) in zip(units, self.workers.share_out(units, ask), strict=True):
             if lost:
                 raise AnomalyError(f"{self.sources[unit[lost[0]]]}: {CRASHED}; train without it")
@@ -661,6 +667,11 @@ class ShardWorker:
         return features.only(images).scores(self._setup.model(scorer.to(self._setup.device)))
 
     def _prepare(self) -> None:
+        """Set threads, device and working folder, once.
+
+        Raises:
+            DataError: this machine doesn't see the run's folder.
+        """
         if self._is_prepared:
             return
         if not self._scratch.is_dir():

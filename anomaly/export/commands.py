@@ -51,9 +51,10 @@ _GOLDEN_COUNT = 16  # golden images drawn from the training images
 _TOLERANCE = 1e-4  # largest allowed difference of scores, as a share of the score
 
 VERDICTS = ("good", "review", "reject")  # by the code that a graph from pixels puts out
-# Image; score and verdict of the export, then of the model, in words; True if the verdicts are
-# equal; the largest difference of their scores, as a share of the model's score.
-Pair: TypeAlias = tuple[Path, str, str, bool, float]
+Answer: TypeAlias = tuple[float | None, str, bool]  # score, verdict, True with a reason for review
+# Image, answers of the export and of the model, and the largest difference of their scores as a
+# share of the model's score.
+Pair: TypeAlias = tuple[Path, Answer, Answer, float]
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -208,12 +209,13 @@ def equality(pairs: Iterable[Pair], hint: str = "") -> dict[str, Any]:
         DataError: there are no pairs.
     """
     shares: dict[Path, float] = {}
-    for path, exported, expected, is_same, share in pairs:
-        if not (share <= _TOLERANCE and is_same):  # a NaN is too large, too
+    for path, exported, expected, share in pairs:
+        # A NaN is too large a difference, too.
+        if not share <= _TOLERANCE or exported[1:] != expected[1:]:
             raise ModelError(
-                f"the export's scores differ: {path} has {exported} in the export and {expected} "
-                f"with torch, a difference of {share:.2g} of the score (allowed: {_TOLERANCE:g}, "
-                f"and no other verdict). Nothing was exported{hint}"
+                f"the export's scores differ: {path} has {_shown(exported)} in the export and "
+                f"{_shown(expected)} with torch, a difference of {share:.2g} of the score "
+                f"(allowed: {_TOLERANCE:g}, and no other verdict). Nothing was exported{hint}"
             )
         shares[path] = share
     if not shares:
@@ -259,10 +261,9 @@ def network_pairs(
         elif expected.status == answer.status:
             unusable += 1
             continue
-        verdict, right = answer.verdict(exported.thresholds), trained.verdict(model.thresholds)
-        is_same = (verdict, bool(answer.reason)) == (right, bool(trained.reason))
-        both = _shown(answer.score, verdict), _shown(trained.score, right)
-        yield expected.sample.path, *both, is_same, share
+        by_model = trained.score, trained.verdict(model.thresholds), bool(trained.reason)
+        by_export = answer.score, answer.verdict(exported.thresholds), bool(answer.reason)
+        yield expected.sample.path, by_export, by_model, share
     if unusable:
         log.warning(
             "%d of %d golden images can't be scored and aren't compared", unusable, len(paths)
@@ -293,21 +294,21 @@ def pixel_pairs(
             _difference(value, prediction.score, reference),
             _difference(shown, prediction.anomaly_map, reference),
         )
-        verdict = VERDICTS[int(code)]
-        is_same = (verdict, bool(reason)) == (prediction.verdict, bool(prediction.reason))
-        both = _shown(value, verdict), _shown(prediction.score, prediction.verdict)
-        yield path, *both, is_same, share
+        by_model = prediction.score, prediction.verdict, bool(prediction.reason)
+        yield path, (value, VERDICTS[int(code)], bool(reason)), by_model, share
 
 
 def _difference(values: ArrayLike, expected: ArrayLike, reference: Model) -> float:
     """The largest difference of scores, as a share of the highest, or of the review threshold."""
-    away = np.abs(np.subtract(values, expected))
+    differences = np.abs(np.subtract(values, expected))
     # A training image may score 0, or close to it: the threshold keeps shares of it small.
     least = 0.0 if reference.thresholds is None else reference.thresholds.review
-    return float(np.nanmax(away)) / max(float(np.nanmax(expected)), least, 1e-12)
+    return float(np.nanmax(differences)) / max(float(np.nanmax(expected)), least, 1e-12)
 
 
-def _shown(score: float | None, verdict: str) -> str:
+def _shown(answer: Answer) -> str:
+    """Score and verdict in words."""
+    score, verdict, _ = answer
     return "no score" if score is None else f"score {score:.6g} ({verdict or 'no verdict'})"
 
 
@@ -332,6 +333,7 @@ def run_features(options: argparse.Namespace) -> int:
 
 
 def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
+    """Save features of images, print their number, and return the exit status."""
     # Imports torch, which takes seconds: options are checked before.
     from anomaly.export.features import from_backbone, from_model, save_features
 

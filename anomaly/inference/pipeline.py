@@ -227,6 +227,11 @@ class Journal:
         """Restore finished images from a line of an earlier run."""
 
     def _read(self, lines: Iterator[bytes]) -> None:
+        """Restore finished images from the whole lines of an earlier run's journal.
+
+        Raises:
+            OutputError: the journal is of another run.
+        """
         for text in lines:
             if not text.endswith(b"\n"):
                 return

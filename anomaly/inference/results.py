@@ -233,6 +233,7 @@ def judge_parts(rows: Sequence[Row], groups: Mapping[str, str]) -> list[Part]:
 
 
 def _judge(group: str, views: Sequence[Row]) -> Part:
+    """The part that some views show; the view with the strictest verdict decides."""
     rejected = [row for row in views if row.verdict == "reject"]
     # A view without a score wasn't inspected, so its part can't be good.
     unsure = [row for row in views if row.verdict == "review" or row.image_score is None]
@@ -249,6 +250,7 @@ def _judge(group: str, views: Sequence[Row]) -> Part:
 
 
 def _score(row: Row) -> float:
+    """The image score, for comparing; -inf without one."""
     return -math.inf if row.image_score is None else row.image_score
 
 

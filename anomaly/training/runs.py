@@ -149,9 +149,9 @@ def _draw_suspects(
     """Write heatmaps of the training images that look least like the others, and list them."""
     model, thresholds = training.model, training.model.thresholds
     listed = []
-    wanted = [(s.image, samples[s.image].path) for s in training.suspects]
+    files = [(suspect.image, samples[suspect.image].path) for suspect in training.suspects]
     decoders = Decoders(model.loading, keep_image=True)
-    for rank, loaded in enumerate(decoders.load_all(wanted), 1):
+    for rank, loaded in enumerate(decoders.load_all(files), 1):
         if not isinstance(loaded, NetworkInput):  # the file has changed since it was learned from
             continue
         suspect, sample = training.suspects[rank - 1], samples[loaded.index]
