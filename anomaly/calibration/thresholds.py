@@ -288,6 +288,7 @@ class GoodScores:
         return cautions
 
     def _caution_of_groups(self, groups: int) -> str:
+        """The limit that a number of groups sets to what thresholds can guarantee."""
         count = "one group" if groups == 1 else f"{groups} groups"
         if groups > 1 and self.left_out:  # a group may have lost all its images
             count += " at most"
@@ -427,6 +428,7 @@ class Thresholds:
 
     @cached_property
     def _scale(self) -> ScoreScale:
+        """Rarity of scores among the good images."""
         return ScoreScale(self.good.image)
 
 

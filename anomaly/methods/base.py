@@ -120,6 +120,7 @@ def check_tensors(
 
 
 def _name(dtype: object) -> str:
+    """A dtype's name, the same for torch and NumPy: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 

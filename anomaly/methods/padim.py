@@ -167,6 +167,7 @@ class PatchGaussian(Scorer):
         """`score` of projected embeddings (B, h, w, d) as operations that can be traced."""
 
         def scores(embeddings: Tensor) -> tuple[Tensor]:
+            """Patch scores (B, h, w) alone: there is no bank."""
             squared = self.squared_distances(embeddings.flatten(1, 2), slice(None))
             return (squared.sqrt().T.reshape(embeddings.shape[:3]),)
 
@@ -252,6 +253,7 @@ class Gaussians:
         import torch
 
         def scatter(block: slice) -> Tensor:
+            """The scatter (p, d, d) at a slice of p positions, from L = W⁻¹ and Σ + ε·I = L·Lᵀ."""
             lower = _inverse(model.whitening[block].double())
             covariance = lower @ lower.mT
             covariance.diagonal(dim1=1, dim2=2).sub_(regularisation)
@@ -265,7 +267,8 @@ class Gaussians:
 
         share = len(patches) / (self.count + len(patches))
 
-        def add(block: slice) -> None:
+        def add_block(block: slice) -> None:
+            """Add the patches at a slice of the positions."""
             samples = patches[:, block].transpose(0, 1).double()
             mean = samples.mean(1, keepdim=True)
             shift = mean - self.mean[block, None]
@@ -274,7 +277,7 @@ class Gaussians:
             self.scatter[block].baddbmm_(rows.mT, rows)
             self.mean[block] += shift[:, 0] * share
 
-        _each(self.mean, add)
+        _each(self.mean, add_block)
         self.count += len(patches)
 
     def whitened(self, regularisation: float) -> Tensor:
@@ -300,13 +303,14 @@ class Gaussians:
                 f"{least * 1.1:.2g} or more"
             )
 
-        def whiten(block: slice) -> None:
+        def whiten_block(block: slice) -> None:
+            """Turn a slice of the scatter into covariances, then into whitenings."""
             covariance = self.scatter[block].div_(self.count - 1)
             covariance.diagonal(dim1=1, dim2=2).add_(regularisation)
             covariance.copy_(_inverse(torch.linalg.cholesky(covariance)))
 
         with torch.inference_mode():
-            _each(self.mean, whiten)
+            _each(self.mean, whiten_block)
         return self.scatter
 
 
@@ -386,6 +390,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
 
     @property
     def _projection(self) -> Tensor:
+        """The projection (D, d); raises ValueError before `prepared`."""
         if self.projection is None:
             raise ValueError("no projection is drawn yet; use the fitter that prepared() returns")
         return self.projection
@@ -438,9 +443,11 @@ class GaussianFitter(Fitter[PatchGaussian]):
         scale = whitening[..., 0].clone()
 
         def round_block(block: slice) -> None:
-            # Each row becomes 16-bit integers times its scale, which halves the model. Distances
-            # agree with float64 within 1e-4 on ResNet-50 features; the error grows with the root
-            # of the largest variance over ε, which is 3000 there.
+            """Make each row 16-bit integers times its scale, which halves the model.
+
+            Distances agree with float64 within 1e-4 on ResNet-50 features; the error grows with the
+            root of the largest variance over ε, which is 3000 there.
+            """
             scale[block] = whitening[block].abs().amax(2) / 32767
             steps = scale[block][..., None]
             whitening[block] = (whitening[block] / steps).round_().mul_(steps)

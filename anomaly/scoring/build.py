@@ -140,6 +140,7 @@ def region_of(image: ImageConfig, folder: Path) -> Region | None:
     """
 
     def shape(config: ShapeConfig | None) -> Shape | None:
+        """The shape of a setting, read from its picture or made of its polygons."""
         if config is None:
             return None
         if config.png is not None:

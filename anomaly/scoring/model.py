@@ -425,20 +425,20 @@ class Model(ImageStages):
             return [self._prediction(item, self._tiles_scored(item)) for item in batch]
         return [self._prediction(*both) for both in zip(batch, self._scored(batch), strict=True)]
 
-    def _tiles_scored(self, item: NetworkInput) -> _Scored:
+    def _tiles_scored(self, item: NetworkInput) -> _Scores:
         """Scores of one large image, put together from its tiles."""
         batches = item.tiles(min(self.batch_size, _TILES_AT_ONCE))
         tiles = chain.from_iterable(in_parallel(self._scored, batches, self.device))
         statistics, patches, nearest, scores = zip(*tiles, strict=True)
         columns = len(item.view.axes[1])
-        return _Scored(
+        return _Scores(
             reduce(add, statistics),
             _mosaic(patches, columns),
             None if nearest[0] is None else _mosaic(nearest, columns),
             float(np.max(scores)),  # NaN if one is
         )
 
-    def _scored(self, batch: Sequence[NetworkInput]) -> list[_Scored]:
+    def _scored(self, batch: Sequence[NetworkInput]) -> list[_Scores]:
         """Scores of images or tiles of one network size.
 
         Raises:
@@ -452,9 +452,9 @@ class Model(ImageStages):
             patches, scores = self.score_patches(embeddings, pieces, inside)
             nearest = [None] * len(scores) if patches.nearest is None else as_numpy(patches.nearest)
             columns = statistics, as_numpy(patches.scores), nearest, scores.tolist()
-            return [_Scored(*row) for row in zip(*columns, strict=True)]
+            return [_Scores(*row) for row in zip(*columns, strict=True)]
 
-    def _prediction(self, item: NetworkInput, scored: _Scored) -> Prediction:
+    def _prediction(self, item: NetworkInput, scored: _Scores) -> Prediction:
         """The prediction of a whole image from its scores."""
         return Prediction(
             index=item.index,
@@ -531,7 +531,7 @@ class Model(ImageStages):
         inside: Array | None = None,
         top: int | None = None,
     ) -> tuple[PatchScores, Array]:
-        """Weighted and counted patch scores, and image scores; the result of `score_patches`.
+        """The result of `score_patches`, from patch scores.
 
         Args:
             patches: patch scores (B, h, w) from the scorer.
@@ -558,23 +558,24 @@ class Model(ImageStages):
         inside: Array | None,
         top: int | None,
     ) -> Array:
-        """Image scores (B,) by the model's rule, from the patches that count."""
-        model = self.config.model
-        how = "smallest_defect" if model.smallest_defect else model.image_score
-        values, xp, size = patches.scores, module_of(embeddings), pieces[0][0].size
-        if how in METHODS[model.kind].image_scores:
-            counted = values if inside is None else xp.where(inside, values, -math.inf)
-            return self.scorer.image_scores(embeddings, replace(patches, scores=counted))
-        if how == "smallest_defect":
-            counted = values if inside is None else xp.where(inside, values, 0.0)
-            sharp = without_halo(counted.clip(_LEAST_SCORE), model.halo_damping)
+        """Image scores (B,) by the model's formula, from the patches that count."""
+        model, size, xp = self.config.model, pieces[0][0].size, module_of(embeddings)
+
+        def counted(fill: float) -> Array:
+            """Patch scores with one value where they don't count."""
+            return patches.scores if inside is None else xp.where(inside, patches.scores, fill)
+
+        if model.smallest_defect:
+            sharp = without_halo(counted(0.0).clip(_LEAST_SCORE), model.halo_damping)
             maps = network_map(sharp, size, model.smoothing, inside)
             least = smallest_area(self.config)
             return levels_of_areas(maps, [area_on_map(least, piece[0]) for piece in pieces])
-        # The map takes no notice of patches that don't count, so `values` may go in as they are.
-        maps = network_map(values, size, model.smoothing, inside)
-        counted = values if inside is None else xp.where(inside, values, math.nan)
-        return image_scores(counted, maps, how, top)
+        if model.image_score in METHODS[model.kind].image_scores:
+            scores = replace(patches, scores=counted(-math.inf))
+            return self.scorer.image_scores(embeddings, scores)
+        # The map ignores patches that don't count, so all may go in as they are.
+        maps = network_map(patches.scores, size, model.smoothing, inside)
+        return image_scores(counted(math.nan), maps, model.image_score, top)
 
 
 def score(
@@ -620,7 +621,7 @@ def _without_score(prediction: Prediction) -> UnusableImage:
     )
 
 
-class _Scored(NamedTuple):
+class _Scores(NamedTuple):
     """The scores of an image, or of a tile.
 
     Attributes:
@@ -675,35 +676,43 @@ def _nearest(patches: int, size: int) -> list[int]:
     return [(2 * i + 1) * patches // (2 * size) for i in range(size)]
 
 
-def image_scores(scores: Array, maps: Array, how: str, top: int | None = None) -> Array:
+def image_scores(scores: Array, maps: Array, formula: str, top: int | None = None) -> Array:
     """Image scores (B,) from patch scores and maps.
 
     Args:
         scores: patch scores (B, h, w); NaN doesn't count.
         maps: network maps (B, H, W); NaN doesn't count.
-        how: `max` of the patch scores before any blur, `top_percent` for the mean of the highest
-            1 % of them (at least one); `map_max` and `map_top_percent` of the blurred map's values;
-            `map_top_relative` for the latter over the median of the patch scores.
+        formula: `max` of the patch scores before any blur, `top_percent` for the mean of the
+            highest 1 % of them (at least one); `map_max` and `map_top_percent` of the blurred map's
+            values; `map_top_relative` for the latter over the median of the patch scores.
         top: number of values in the highest 1 %; None to count the values first.
 
     Returns:
         (B,) float32.
     """
-    if how == "map_top_relative":
+    if formula == "map_top_relative":
         best = image_scores(scores, maps, "map_top_percent", top)
         return best / _medians(scores).clip(float(np.finfo(np.float32).tiny))
-    xp, values = module_of(scores), maps if how.startswith("map_") else scores
+    xp, values = module_of(scores), maps if formula.startswith("map_") else scores
     flat = values.reshape(values.shape[0], -1)
     flat = xp.where(xp.isnan(flat), -math.inf, flat)
-    if how.endswith("top_percent"):
-        if top is not None:
-            return _highest(flat, top).mean(1)
-        counts = [max(1, round(n / 100)) for n in (flat > -math.inf).sum(1).tolist()]
-        if len(set(counts)) == 1:  # the usual case, and one step for a GPU
-            return _highest(flat, counts[0]).mean(1)
-        best = [_highest(row, count) for row, count in zip(flat, counts, strict=True)]
-        return xp.stack([b.mean() for b in best])
-    return xp.amax(flat, 1)
+    return _top_means(flat, top) if formula.endswith("top_percent") else xp.amax(flat, 1)
+
+
+def _top_means(values: Array, top: int | None) -> Array:
+    """Means (B,) of the highest 1 % of values (B, n), at least one; -inf doesn't count.
+
+    Args:
+        values: (B, n).
+        top: number of values in the highest 1 %; None to count the values first.
+    """
+    if top is not None:
+        return _highest(values, top).mean(1)
+    counts = [max(1, round(n / 100)) for n in (values > -math.inf).sum(1).tolist()]
+    if len(set(counts)) == 1:  # the usual case, and one step for a GPU
+        return _highest(values, counts[0]).mean(1)
+    highest_values = [_highest(row, count) for row, count in zip(values, counts, strict=True)]
+    return module_of(values).stack([row.mean() for row in highest_values])
 
 
 def levels_of_areas(maps: Array, areas: Sequence[int]) -> Array:

@@ -23,7 +23,7 @@ from anomaly.imaging.geometry import Sizing, View
 from anomaly.maps.anomaly_map import source_map
 from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.scoring.build import loading_of
-from anomaly.scoring.model import Model, Prediction, _Scored
+from anomaly.scoring.model import Model, Prediction, _Scores
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(64, 1500), st.integers(0, 100))
@@ -146,9 +146,9 @@ def test_a_broken_patch_counts_where_it_lies_inside_the_region(how: str) -> None
 
 
 def test_a_tile_without_a_score_leaves_the_image_without_one() -> None:
-    def scored(batch: list[float]) -> list[_Scored]:
+    def scored(batch: list[float]) -> list[_Scores]:
         patches = np.ones((1, 1), np.float32)
-        return [_Scored(cast(Any, 0), patches, None, score) for score in batch]
+        return [_Scores(cast(Any, 0), patches, None, score) for score in batch]
 
     model: Any = SimpleNamespace(batch_size=2, device=torch.device("cpu"), _scored=scored)
     for scores, best in ((1.0, 3.0, 2.0), 3.0), ((1.0, 3.0, 2.0, math.nan, 1.0), math.nan):

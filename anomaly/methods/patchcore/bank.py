@@ -87,6 +87,7 @@ class MemoryBank(Scorer):
 
     @locked_cached_property
     def _neighbours(self) -> NearestNeighbors:
+        """The search, whose index is made at first use."""
         # Exported models, whose banks are arrays, do without faiss; a GPU multiplies faster than
         # faiss searches on a CPU.
         by_faiss = not isinstance(self.vectors, np.ndarray) and self.vectors.device.type == "cpu"
@@ -235,6 +236,7 @@ class MemoryBank(Scorer):
             return least, torch.where(values <= least[..., None], places, beyond).amin(-1)
 
         def scores(embeddings: Tensor) -> tuple[Tensor, Tensor]:
+            """Patch scores (B, h, w) and nearest vectors (B, h, w)."""
             patches = embeddings - centre
             least, nearest = nearest_of(patches, 0)
             for start in range(_BLOCK, count, _BLOCK):

@@ -508,6 +508,7 @@ def squared_to_two_owners(
     work = [(c, block) for c, group in groups for block in torch.split(group, rows) if len(block)]
 
     def measure(item: tuple[int, Tensor]) -> None:
+        """Write the results for some points (n,) of a cell."""
         cell, block = item
         if len(block) < _LEAST:  # its first point fills the block up
             block = torch.cat([block, block[:1].expand(_LEAST - len(block))])
