@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serve models until a signal comes; returns 0."""
     try:
         from anomaly.line.server import listening, serve
         from anomaly.line.service import InspectionService, make_app
@@ -56,7 +56,7 @@ def run_serve(options: argparse.Namespace) -> int:
     record, sinks = _record(options), _sinks(options)
     folders = named(find_models(options.models))
     with locked_file(record), Stopping(then="send parts without an answer again") as stop:
-        # Exported models need no torch; each model's own errors are told as it is loaded.
+        # Exported models need no torch; each model's errors are logged once it is loaded.
         exported = any((folder / EXPORT).exists() for folder in folders.values())
         device = options.device if exported else device_of(options.device)
         listener = listening(options.host, options.port)
@@ -154,7 +154,7 @@ def run_deploy(options: argparse.Namespace) -> int:
 
 
 def _doubts(model: Model, line: Path) -> list[str]:
-    """Print the changes that a version brings; the reasons that a person has to agree to them.
+    """Reasons that a person has to agree to a new version, whose changes are printed.
 
     Args:
         model: the new version.

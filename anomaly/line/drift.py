@@ -76,7 +76,8 @@ def gains(promised: float) -> tuple[float, float]:
 def limit_of(promised: float, chance: float) -> float:
     """The alarm limit: the sum that `HORIZON` normal parts reach with this chance at most."""
     down, up = gains(promised)
-    # Each part starts a martingale, which exceeds 1 / c with a chance of c at most (Ville).
+    # The sum is the log of a likelihood ratio since one of the parts. By Ville's inequality each
+    # ratio exceeds HORIZON / chance with a probability of chance / HORIZON at most.
     highest = math.log(HORIZON / chance)
     # A cell is a fraction 1 / n of `down`. `up` is rounded up to whole cells, so that the computed
     # chance is never too small; of many n the one that rounds least is taken.
@@ -141,7 +142,7 @@ class Watched:
         above = bool(value > self.level.value)
         self.above += above
         if self.sum == 0.0 and self.alarm is None:
-            # A rise mustn't be taken for likeness, which is no longer estimated from here on.
+            # Kept while the sum rises, so that a drift isn't taken for likeness of neighbours.
             self.since, self.alike = number, self._latest
         self.sum = max(0.0, self.sum + gains(self.level.promised)[above])
         if self.alarm is None and self.sum >= self.level.limit * self.alike:
@@ -150,6 +151,7 @@ class Watched:
             self._blocks.append(self.above - sum(self._blocks))
             share, blocks = self.above / (number + 1), len(self._blocks)
             if 0 < share < 1:
+                # The design effect, drawn towards _ALIKE while there are few blocks.
                 effects = blocks * np.var(self._blocks) / (_BLOCK * share * (1 - share))
                 estimate = (_WEIGHT * _ALIKE + _CUT * effects) / (_WEIGHT + blocks - 1)
                 self._latest = max(1.0, float(estimate))
@@ -164,7 +166,7 @@ def levels_of(thresholds: Thresholds) -> list[Level]:
         "review threshold": thresholds.review,
         "reject threshold": thresholds.image,
     }
-    distinct = {value: name for name, value in values.items()}  # of equal levels the last one
+    distinct = {value: name for name, value in values.items()}  # of equal ones the last stays
     # Half covers the uncertainty of few calibration images, half the cumulative sums.
     each = FALSE_ALARMS / 2 / len(distinct)
     levels = []

@@ -34,9 +34,9 @@ from anomaly.storage.thresholds import (
 PAGE = "report.html"
 _PRICES = {"false-reject": "false rejects", "escape": "escapes", "review": "review"}
 _CAPTIONS = ("", "Called good, but a defect", "Rejected, but good", "Nearest to a threshold")
-_PROMISED = ("model", "promised share", "of parts", "about", "at most", "seen", "compared")
+_PROMISE_TITLES = ("model", "promised share", "of parts", "about", "at most", "seen", "compared")
 _SHARES = {"review": "parts flagged", "reject": "good parts rejected"}
-_PROMISES = (
+_PROMISE_NOTE = (
     "At most: promised with 95 % confidence for good parts like the calibration images. Good "
     "parts rejected are those that people have called good; there may be more."
 )
@@ -44,7 +44,7 @@ _UNKNOWN = {
     "false rejects": "unknown: no rejected part was judged",
     "escapes": "unknown: no part called good was judged",
 }
-_VERSIONS = "False rejects, escapes and agreement are those of judged parts (95 % confidence)."
+_VERSION_NOTE = "False rejects, escapes and agreement are those of judged parts (95 % confidence)."
 _DRIFTED = "The scores have drifted: check lamp, lens and product."
 _Cell: TypeAlias = str | int | float | Rate | None
 _Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
@@ -111,7 +111,8 @@ def _moment(text: str, option: str, through: timedelta = timedelta()) -> datetim
         moment = datetime.fromisoformat(text)
         if not 2000 <= moment.year < 3000:
             raise ValueError(text)
-        return moment + through if len(text) <= len("2026-11-27") else moment
+        is_date = len(text) <= len("2026-11-27")  # no time is so short
+        return moment + through if is_date else moment
     except ValueError:
         raise AnomalyError(
             f"{option} {text} is no date or time; write 2026-11-27, or '2026-11-27 06:00'"
@@ -175,12 +176,12 @@ def report(
     content = {
         "Yield": _html(*tables["yield"]),
         "Judgements": _html(*tables["judgements"]),
-        "What the models promised": _html(*tables["promises"], note=_PROMISES),
+        "What the models promised": _html(*tables["promises"], note=_PROMISE_NOTE),
         "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in levels),
-        "Versions of the models": _html(*tables["versions"], note=_VERSIONS),
+        "Versions of the models": _html(*tables["versions"], note=_VERSION_NOTE),
         "Kinds of defect": _html(*tables["kinds"]),
         "Times": _html(*tables["times"]),
-        "Parts to look at": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
+        "Parts to look at": f'<div class="trio">{"".join(pictures)}</div>' if pictures else "",
     }
     sections = (f"<section><h2>{k}</h2>{html}</section>" for k, html in content.items() if html)
     answer = _answer(tables, period, prices, drifted=drifted, odd=odd)
@@ -201,7 +202,7 @@ def _tables(db: sqlite3.Connection, promises: _Promises) -> dict[str, _Table]:
     return {
         "yield": (titles, yields),
         "judgements": _select(db, "judgements"),
-        "promises": (_PROMISED, promised),
+        "promises": (_PROMISE_TITLES, promised),
         "versions": ([*columns[:-2], "agreement"], versions),
         "kinds": _select(db, "kinds"),
         "times": _select(db, "times"),
@@ -251,7 +252,7 @@ def _cost(counts: Mapping[str, Sequence[Any]], prices: Mapping[str, str]) -> str
     known = [float(prices[name]) * count for name, count in asked.items() if isinstance(count, int)]
     if not known:
         return "unknown" if asked else ""
-    least = "at least " * (len(known) < len(asked))
+    least = "at least " if len(known) < len(asked) else ""
     return f"{least}{sum(known):,.2f} {prices.get('currency', '')}".strip()
 
 
@@ -331,9 +332,10 @@ def _called_good(figures: Mapping[str, Sequence[Any]], column: int) -> str:
 
 def _html(titles: Sequence[str], rows: Sequence[Sequence[_Cell]], note: str = "") -> str:
     """An HTML table with a note below; empty without rows."""
+    if not rows:
+        return ""
     lines = [row_html(_shown(row[0]), map(_shown, row[1:])) for row in rows]
-    table = table_html(map(escape, titles), lines) + f'<p class="soft">{note}</p>'
-    return table * bool(lines)
+    return table_html(map(escape, titles), lines) + f'<p class="soft">{note}</p>'
 
 
 def _csv(titles: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> str:
