@@ -122,9 +122,31 @@ def token_stride(count: int, size: Sequence[int]) -> int | None:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+Pair = tuple[str, str]  # paths of a convolution and of the batch norm behind it
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """The part of a network that some layers need, as dry runs have shown; manifests hold it.
+
+    Attributes:
+        layers: paths of the hooked layers as PyTorch prints them, in the order in which they run.
+        layouts: the layout of each layer's output.
+        dropped: paths of the modules that aren't needed.
+        copies: true where a later layer overwrites a wanted output in place, so outputs are copied.
+        pairs: paths of each convolution and its batch norm to fold, see `folded`.
+    """
+
+    layers: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    dropped: tuple[str, ...]
+    copies: bool
+    pairs: tuple[Pair, ...]
+
+
 @dataclass(frozen=True, eq=False)
-class FeatureExtractor:
-    """The part of a network up to the last wanted layer, read through forward hooks.
+class FeatureExtractor(Truncation):
+    """A network up to its last wanted layer, read through forward hooks.
 
     `anomaly.backbones.layers.truncate` makes one without weights; `load_state` fills its network,
     and `to` moves it to the device that computes. Threads may share one.
@@ -132,21 +154,12 @@ class FeatureExtractor:
     Attributes:
         network: the truncated network, in eval mode. A copy of it runs, with its batch norms folded
             and, on the CPU, its activations fused.
-        layers: paths of the hooked layers as PyTorch prints them, in the order in which they run.
-        layouts: the layout of each layer's output.
-        copies: true where a later layer overwrites a wanted output in place, so outputs are copied.
-        pairs: paths of each convolution and its batch norm to fold, see `folded`.
         precision: `fp32` or `bf16`, the number format that the network runs in.
     """
 
-    engine: ClassVar[str] = "torch"
-
     network: nn.Module
-    layers: tuple[str, ...]
-    layouts: tuple[Layout, ...]
-    copies: bool
-    pairs: tuple[Pair, ...]
     precision: str = "fp32"
+    engine: ClassVar[str] = "torch"
 
     @property
     def channels(self) -> tuple[int, ...]:
@@ -327,9 +340,6 @@ def rounding_share(extractor: FeatureExtractor, images: Tensor) -> float:
         variation = full.var(dim=(0, 2, 3)).mean()
         shares.append(float((change / variation).sqrt().nan_to_num(torch.inf, posinf=torch.inf)))
     return max(shares)
-
-
-Pair = tuple[str, str]  # paths of a convolution and of the batch norm behind it
 
 
 def folded(network: nn.Module, pairs: Sequence[Pair], dtype: torch.dtype) -> nn.Module:

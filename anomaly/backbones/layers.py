@@ -6,18 +6,19 @@ Dry runs, in which nothing is computed, show all of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anomaly.backbones.extractor import FeatureExtractor, Layout, Pair, layout_of
+from anomaly.backbones.extractor import FeatureExtractor, Layout, Pair, Truncation, layout_of
 from anomaly.errors import ConfigError, LayerError
 from anomaly.hooks import HookSet, capture, match
 from anomaly.hooks.capture import named_tensors
@@ -271,21 +272,17 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
             f"{type(network).__name__} takes images of {side}×{side} only, so its tokens "
             "can't be placed on others; choose another network"
         )
-    return FeatureExtractor(network.eval(), paths, tuple(layouts), run.copies, run.pairs)
+    return FeatureExtractor(
+        paths, tuple(layouts), run.dropped, run.copies, run.pairs, network.eval()
+    )
+
+
+_DESCRIPTION = TypeAdapter(Truncation)
 
 
 def describe(extractor: FeatureExtractor) -> dict[str, Any]:
-    """An extractor's layers, layouts and dropped modules as plain values, for a manifest."""
-    modules = extractor.network.named_modules()
-    return {
-        "layers": list(extractor.layers),
-        "channels": list(extractor.channels),
-        "strides": list(extractor.strides),
-        "axes": [layout.axes for layout in extractor.layouts],
-        "dropped": [path for path, module in modules if isinstance(module, PassThrough)],
-        "copies": extractor.copies,
-        "folded": [list(pair) for pair in extractor.pairs],
-    }
+    """An extractor's truncation as plain values, for a manifest."""
+    return cast(dict[str, Any], _DESCRIPTION.dump_python(extractor, mode="json"))
 
 
 def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureExtractor:
@@ -298,18 +295,17 @@ def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureE
     Raises:
         Exception: of any type, where the values belong to another network.
     """
-    for path in described["dropped"]:
-        network.set_submodule(path, PassThrough(), strict=True)
-    for path in (*described["layers"], *chain(*described["folded"])):
+    truncation = _DESCRIPTION.validate_python(described)
+    _drop(network, truncation.dropped)
+    for path in (*truncation.layers, *chain(*truncation.pairs)):
         network.get_submodule(path)  # raises here, not in the first pass, where it is missing
-    layouts = zip(described["axes"], described["channels"], described["strides"], strict=True)
-    return FeatureExtractor(
-        network.eval(),
-        tuple(described["layers"]),
-        tuple(Layout(axes, int(count), int(stride)) for axes, count, stride in layouts),
-        described["copies"],
-        tuple((convolution, norm) for convolution, norm in described["folded"]),
-    )
+    return FeatureExtractor(**vars(truncation), network=network.eval())
+
+
+def _drop(network: nn.Module, paths: Iterable[str]) -> None:
+    """Replace modules of a network that aren't needed, in place."""
+    for path in paths:
+        network.set_submodule(path, PassThrough(), strict=True)
 
 
 def truncate_in_place(network: nn.Module, layers: Sequence[str]) -> DryRun:
@@ -333,7 +329,7 @@ def truncate_in_place(network: nn.Module, layers: Sequence[str]) -> DryRun:
     paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
     sides = (each for each in probes(network) if takes(network, each, each, paths))
     run = DryRun(network, paths, next(sides, PROBES[0]))
-    _drop_unused(network, set(run.reads), keep=paths)
+    _drop(network, run.dropped)
     return run
 
 
@@ -359,6 +355,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs: the wanted layers' outputs by path, in the order in which the layers run.
         reads: number of operations that read each tensor, parameters included, by its id.
         copies: true where a later layer overwrites a wanted output in place.
+        dropped: paths of the modules that the wanted layers don't need.
 
     Raises:
         LayerError: a layer never runs, runs several times or puts out several tensors, or the
@@ -385,6 +382,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._waiting:  # behind the last wanted layer no error matters
                 raise
         self._check_wanted(sorted(paths), type(network).__name__)
+        self.dropped = tuple(_unused(network, set(self.reads), paths))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._waiting:
@@ -442,22 +440,24 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def _drop_unused(module: nn.Module, used: set[int], keep: Sequence[str], path: str = "") -> None:
-    """Replace the modules inside a module none of whose parameters are used, in place.
+def _unused(
+    module: nn.Module, read: set[int], wanted: Sequence[str], path: str = ""
+) -> Iterator[str]:
+    """Paths of the modules inside a module none of whose parameters are read.
 
     Args:
         module: the network, or a module of it.
-        used: ids of the tensors that are read.
-        keep: paths of layers that stay even without parameters.
+        read: ids of the tensors that are read.
+        wanted: paths of layers that are needed even without parameters.
         path: the module's path, empty for the network.
     """
-    for name, child in list(module.named_children()):
+    for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
         tensors = [*child.parameters(), *child.buffers()]
-        wanted = any(p == inner or p.startswith(inner + ".") for p in keep)
-        unused = tensors and not wanted and not any(id(t) in used for t in tensors)
+        needed = any(f"{layer}.".startswith(f"{inner}.") for layer in wanted)
+        unread = tensors and not any(id(tensor) in read for tensor in tensors)
         # A list or a dict of modules is never called: its owner loops over its members.
-        if unused and type(child).forward is not nn.Module.forward:
-            module.register_module(name, PassThrough())
+        if unread and not needed and type(child).forward is not nn.Module.forward:
+            yield inner
         else:
-            _drop_unused(child, used, keep, inner)
+            yield from _unused(child, read, wanted, inner)

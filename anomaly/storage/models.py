@@ -243,10 +243,10 @@ def exported_stages(
         ModelError: the engine isn't installed, or the method has no scorer without torch.
     """
     graph = Graph(folder / export["network"]["file"], export["engine"], get_threads())
-    axes, strides = (manifest["backbone"][key] for key in ("axes", "strides"))
-    patch = strides[axes.index("tokens")] if "tokens" in axes else None
+    layouts = manifest["backbone"]["layouts"]
+    patch = next((each["stride"] for each in layouts if each["axes"] == "tokens"), None)
     return {
-        "extractor": ExportedNetwork(graph, tuple(strides), patch),
+        "extractor": ExportedNetwork(graph, tuple(each["stride"] for each in layouts), patch),
         "normalise": None,  # the graph does
         "scorer": scorer_of(config, read_tensors(folder / SCORER)),
         "device": CPU,

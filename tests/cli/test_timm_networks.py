@@ -27,7 +27,7 @@ def test_the_whole_way(product: Path, tmp_path: Path, says: Says) -> None:
     backbone = detector.manifest["backbone"]
     assert (backbone["weights_sha256"], backbone["weights_licence"]) == (None, None)
     assert detector.manifest["made_with"]["packages"]["timm"]
-    assert (backbone["axes"], backbone["strides"]) == (["tokens"] * 2, [16, 16])
+    assert [(each["axes"], each["stride"]) for each in backbone["layouts"]] == [("tokens", 16)] * 2
     part = product / "test" / "spot" / "001.png"
     found = anomaly.load(run, "cpu").predict(part)
     assert found.patch_scores.shape == tuple(side // 16 for side in found.view.size)

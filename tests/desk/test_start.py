@@ -228,7 +228,8 @@ def test_a_folder_ends_in_a_page_without_a_network_connection(
     assert model.config.backbone.name == INSTALLED
     assert backbone["weights_sha256"].startswith("9656183e")
     assert backbone["weights_licence"] == "apache-2.0"
-    assert (backbone["strides"], backbone["mean"]) == ([8, 16], [0.5, 0.5, 0.5])
+    assert [layout["stride"] for layout in backbone["layouts"]] == [8, 16]
+    assert backbone["mean"] == [0.5, 0.5, 0.5]
     config = (tmp_path / "run" / "disc.yaml").read_text()
     assert f"name: {INSTALLED}" in config
 

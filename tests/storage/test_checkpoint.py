@@ -94,7 +94,7 @@ def test_the_manifest_says_what_the_model_was_made_of(run_folder: Path, product:
         assert hashlib.sha256((product / name).read_bytes()).hexdigest() == sha256
     assert len(images) == 12
     assert manifest["made_with"]["packages"]["torch"]
-    assert manifest["backbone"]["strides"] == [8, 16]
+    assert [layout["stride"] for layout in manifest["backbone"]["layouts"]] == [8, 16]
     files = _bytes(run_folder / "model")
     del files["manifest.json"]
     assert {name: record["sha256"] for name, record in manifest["files"].items()} == files
