@@ -23,7 +23,7 @@ from anomaly.config.schema import METHODS, Config, readers
 from anomaly.datasets.inputs import listing_of
 from anomaly.datasets.layouts import LIST_SUFFIX, Recognised, open_dataset, recognise
 from anomaly.datasets.samples import Dataset
-from anomaly.desk.check import Advice, DataReport, Reading, Severity, advice, check, pose_advice
+from anomaly.desk.check import DataReport, Hint, Reading, Severity, check, pose_hints, setting_hints
 from anomaly.desk.demo import write_sample_data
 from anomaly.errors import DataError, OutputError
 from anomaly.files.writing import at_home, claim, locked, write
@@ -178,7 +178,7 @@ def _prepare(
     source, dataset, report = _check_images(source, settings, listing)
     data = {"format": source.layout, "root": str(source.root)}
     values: dict[str, Any] = {"name": settings.name, "data": data, **network}
-    for hint in _fitting_advice(options.overrides, settings, dataset, report):
+    for hint in _fitting_hints(options.overrides, settings, dataset, report):
         log.info(f"- {hint.reason} ({hint.key}: {hint.value})")
         section, _, key = hint.key.partition(".")
         values.setdefault(section, {})[key] = hint.value
@@ -241,10 +241,10 @@ def _check_images(
     return source, dataset, report
 
 
-def _fitting_advice(
+def _fitting_hints(
     overrides: Sequence[str], settings: Config, dataset: Dataset, report: DataReport
-) -> Iterator[Advice]:
-    """Advice on settings that the method reads; on alignment only if --set leaves it open.
+) -> Iterator[Hint]:
+    """Hint on settings that the method reads; on alignment only if --set leaves it open.
 
     Args:
         overrides: the values of --set, such as `image.align=none`.
@@ -253,14 +253,14 @@ def _fitting_advice(
         report: sizes and bits of the images.
     """
     kind, settled = settings.model.kind, list(overrides)
-    for hint in advice(report):
+    for hint in setting_hints(report):
         is_read = kind in (readers(hint.key) or [kind])
         if is_read and (hint.key != "image.tile" or _tileable(settings)):
             settled.append(hint.key)
             yield hint
     if not any(key.startswith(("image.align", "image.tile")) for key in settled):
         one_grid = METHODS[kind].one_grid
-        yield from pose_advice(dataset.train, decoding_of(settings.image), one_grid=one_grid)
+        yield from pose_hints(dataset.train, decoding_of(settings.image), one_grid=one_grid)
 
 
 def _tileable(settings: Config) -> bool:

@@ -46,7 +46,7 @@ from anomaly.runtime import Progress
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
 _HANDFUL = 8  # images; of so few each patch may be the only one of its kind
-SMALL_SET = 50  # images; of fewer the coreset is small at any ratio
+_SMALL_SET = 50  # images; of fewer the coreset is small at any ratio
 _LARGE = 2048  # pixels of the shorter side, from which small defects vanish at 256
 _TILE, _LEAST_TILE = 1024, 64  # pixels: side to propose, and the smallest that the settings allow
 _POSES = 64  # images that show how parts lie
@@ -394,7 +394,7 @@ def _summary(images: Sequence[_CheckedImage]) -> SplitSummary:
 
 
 @dataclass(frozen=True)
-class Advice:
+class Hint:
     """A setting that suits the data set.
 
     Attributes:
@@ -408,7 +408,7 @@ class Advice:
     reason: str
 
 
-def advice(report: DataReport) -> Iterator[Advice]:
+def setting_hints(report: DataReport) -> Iterator[Hint]:
     """Settings that suit a data set with usable training images."""
     usable = report.splits["train"].usable
     ratio = 0.02
@@ -418,23 +418,23 @@ def advice(report: DataReport) -> Iterator[Advice]:
     if usable <= _HANDFUL:
         ratio = 1.0
         reason = f"very few images to learn from ({usable}), so all of their patches are kept"
-    elif usable < SMALL_SET:
+    elif usable < _SMALL_SET:
         ratio = 0.1
         reason = (
             f"few images to learn from ({usable}), so 10 % of the patches are kept instead of 2 %: "
             "rare details survive"
         )
-    yield Advice("model.coreset_ratio", ratio, reason)
-    yield from _tile_advice(report)
+    yield Hint("model.coreset_ratio", ratio, reason)
+    yield from _tile_hint(report)
     if report.bit_depth is not None:
         reason = (
             f"no 16-bit image uses more than {report.bit_depth} bits; without this setting they "
             "would look almost black"
         )
-        yield Advice("image.bit_depth", report.bit_depth, reason)
+        yield Hint("image.bit_depth", report.bit_depth, reason)
 
 
-def _tile_advice(report: DataReport) -> Iterator[Advice]:
+def _tile_hint(report: DataReport) -> Iterator[Hint]:
     """Tiles, where most images are large or strips."""
     sizes = sum((split.sizes for split in report.splits.values()), Counter[str]())
     common = sizes.most_common(1)[0][0]
@@ -450,12 +450,10 @@ def _tile_advice(report: DataReport) -> Iterator[Advice]:
             f"images of {common} are {kind}: each is seen in tiles of {tile} pixels, which takes "
             f"about {tiles} times as long as without"
         )
-        yield Advice("image.tile", tile, reason)
+        yield Hint("image.tile", tile, reason)
 
 
-def pose_advice(
-    samples: Sequence[Sample], decoding: Decoding, *, one_grid: bool
-) -> Iterator[Advice]:
+def pose_hints(samples: Sequence[Sample], decoding: Decoding, *, one_grid: bool) -> Iterator[Hint]:
     """Alignment, where good parts lie turned, or shifted and each position is learned separately.
 
     PatchCore compares patches wherever they lie, so shifts cost it little.
@@ -477,7 +475,7 @@ def pose_advice(
         return
     if high.turn - low.turn > _TURNED:
         reason = "good parts lie turned, so each is brought into one pose first"
-        yield Advice("image.align", "rigid", reason)
+        yield Hint("image.align", "rigid", reason)
     elif one_grid and max(high.x - low.x, high.y - low.y) > _SHIFTED:
         reason = "good parts lie in several places, so each is brought to one place first"
-        yield Advice("image.align", "shift", reason)
+        yield Hint("image.align", "shift", reason)

@@ -8,7 +8,7 @@ import pytest
 from kit import touch
 
 from anomaly.datasets.layouts import open_dataset, recognise
-from anomaly.desk.check import DataReport, SplitSummary, advice
+from anomaly.desk.check import DataReport, SplitSummary, setting_hints
 from anomaly.errors import DataError
 from anomaly.files.writing import write
 
@@ -182,6 +182,6 @@ def test_settings_that_suit() -> None:
         (_report("9×700"), usual | {"image.tile": 64}, "strips"),
         (deep, usual | {"image.bit_depth": 12}, "12 bits"),
     ):
-        given = list(advice(report))
+        given = list(setting_hints(report))
         assert {one.key: one.value for one in given} == settings
         assert any(word in one.reason for one in given)

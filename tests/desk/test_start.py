@@ -19,7 +19,7 @@ from anomaly.backbones import networks
 from anomaly.backbones.networks import INSTALLED, backbone_at_hand
 from anomaly.config.load import load_config
 from anomaly.datasets.layouts import open_dataset
-from anomaly.desk.check import pose_advice
+from anomaly.desk.check import pose_hints
 from anomaly.errors import WeightsError
 from anomaly.imaging.read import Decoding
 from anomaly.storage.models import load_model
@@ -136,7 +136,7 @@ def test_parts_that_lie_turned_are_aligned_and_surfaces_are_not(tmp_path: Path) 
         ("surface", True, []),
     ):
         good = open_dataset("folder", tmp_path / name).train
-        hints = pose_advice(good, Decoding(), one_grid=one_grid)
+        hints = pose_hints(good, Decoding(), one_grid=one_grid)
         assert [hint.value for hint in hints] == expected, name
 
 
