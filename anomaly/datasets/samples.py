@@ -92,8 +92,8 @@ class Dataset:
         train: good images.
         test: good and defective images.
         validation: further good images, where the data set sets some apart: not learned from.
-        unused_masks: files among the masks that are no image's.
-        drawn: True if good images for the test were drawn, as nobody has named them.
+        unused_masks: masks that belong to no image.
+        drawn: True if the good test images were drawn, as no folder or list named them.
     """
 
     folder: Path
@@ -114,7 +114,7 @@ class Dataset:
 
     @property
     def samples(self) -> list[Sample]:
-        """Images of all splits."""
+        """Images of all splits, in the order of `splits`."""
         return [sample for split in self.splits.values() for sample in split]
 
 
@@ -227,11 +227,11 @@ def set_apart(good: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
         return zlib.crc32(part.encode("utf-8", "surrogateescape")), part
 
     views = Counter(sample.part for sample in good)
-    left, test = len(good) // _TEST_SHARE, set[str]()
+    remaining, test = len(good) // _TEST_SHARE, set[str]()  # images still to draw; drawn parts
     for part in sorted(views, key=order):
-        if views[part] <= left:
+        if views[part] <= remaining:
             test.add(part)
-            left -= views[part]
+            remaining -= views[part]
     return [s for s in good if s.part not in test], [s for s in good if s.part in test]
 
 
@@ -250,12 +250,12 @@ def in_splits(where: Path, samples: Sequence[tuple[str, Sample]], hint: str) -> 
     """
     train, validation, test = ([s for n, s in samples if n == split] for split in SPLITS)
     undecided = [s for n, s in samples if not n]
-    # Of a part with a defect all views are tested with, and so are those of a part that is tested.
-    tested = {s.part for s in [*test, *(s for s in undecided if s.is_defect)]}
-    test += [s for s in undecided if not s.is_defect and s.part in tested]
-    learned, drawn = set_apart([s for s in undecided if not s.is_defect and s.part not in tested])
+    good, defects = ([s for s in undecided if s.is_defect is bad] for bad in (False, True))
+    # All views of a part are tested with where one of them is, or shows a defect.
+    tested = {s.part for s in [*test, *defects]}
+    learned, drawn = set_apart([s for s in good if s.part not in tested])
     train += learned
-    test += [*drawn, *(s for s in undecided if s.is_defect)]
+    test += [*(s for s in good if s.part in tested), *drawn, *defects]
     if not train:
         raise DataError(f"no training images in {where}{other_files(where)}. {hint}")
     is_drawn = len(undecided) == len(samples)
@@ -384,7 +384,8 @@ def frames(looks: Mapping[int, Look]) -> dict[int, int]:
     images = np.array(sorted(looks))
     rows = np.stack([looks[image].thumbnail for image in images.tolist()]).astype(np.float32)
     rows -= rows.mean(axis=0)
-    # Along the direction in which they differ most, near ones are neighbours: few are compared.
+    # Sorted along the direction in which thumbnails differ most, near ones are neighbours, so that
+    # each is compared with few others.
     along = rows @ np.linalg.eigh(rows.T @ rows)[1][:, -1]
     order = np.argsort(along, kind="stable")
     rows, along, images = rows[order], along[order], images[order]
@@ -394,7 +395,7 @@ def frames(looks: Mapping[int, Look]) -> dict[int, int]:
         if shown[place] < 0:
             beyond = int(np.searchsorted(along, along[place] + most, side="right"))
             near = slice(place, max(beyond, place + 1))
-            apart = squares[near] + squares[place] - 2 * (rows[near] @ rows[place])
+            apart = squares[near] + squares[place] - 2 * (rows[near] @ rows[place])  # |a - b|²
             frame = place + np.flatnonzero((apart < most**2) & (shown[near] < 0))
             shown[frame] = images[frame].min()
     return dict(zip(images.tolist(), shown.tolist(), strict=True))
@@ -416,7 +417,8 @@ def near_copies(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str
     alike = [[*frame.values()] for frame in pictures.values() if len(frame) > 1]
     if not alike:
         return ""
-    count, (original, copy, *_) = sum(map(len, alike)) - len(alike), alike[0]
+    count = sum(map(len, alike)) - len(alike)
+    original, copy = alike[0][:2]
     return (
         f"{count} of {len(looks)} training images are near copies of others, different only in "
         f"noise or compression ({samples[copy].path} of {samples[original].path}), which leaves "
@@ -426,7 +428,7 @@ def near_copies(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str
 
 
 def too_few_different(count: int) -> DataError:
-    """The error to raise if so many different images, 0 or 1, are too few for thresholds."""
+    """The error to raise if training has too few different images (0 or 1) for thresholds."""
     return DataError(
         f"calibration needs at least 2 different training images, not {count}; "
         "add some, or train with --no-calibrate (and without model.leave_out_suspects, if set)"

@@ -254,7 +254,7 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
     if prediction.verdict == "good":
         keep = shlex.join(["anomaly", "explain", image, "--model", folder, "--keep"])
         return [
-            _catching(prediction.score, prediction.thresholds, folder),
+            _catching_threshold(prediction.score, prediction.thresholds, folder),
             ("Keep it as a known defect, which later versions have to catch:", keep),
             ("Do defects like this pass often? Find settings that catch them:", tune),
         ]
@@ -273,7 +273,7 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
     ]
 
 
-def _catching(score: float, limits: Thresholds, folder: str) -> tuple[str, str]:
+def _catching_threshold(score: float, limits: Thresholds, folder: str) -> tuple[str, str]:
     """The step that lowers the review threshold until it catches an image.
 
     Args:
