@@ -186,13 +186,13 @@ def threshold_at(value: float, scores: ArrayLike, groups: int | None = None) -> 
     return Threshold(value, rate)
 
 
-_HIGHEST = 5  # good images that are left out one after the other
-_WORTH_A_WORD = 0.1  # least share by which this lowers the reject threshold to be reported
+_HIGHEST = 5  # good images that `raised_by` leaves out one after the other
+_LEAST_DROP = 0.1  # share by which one has to lower the reject threshold to be reported
 _ASSUMES = "valid only for images like these: same lot, lamp and camera"
-# A new reject threshold is reported as higher, and may be doubted, above so many times the earlier
-# one: the interval of a threshold from few images depends on one or two gaps between scores.
-_FAR = 1.1
-_FOR_THE_REST = (
+# A reject threshold that rises by less than this factor is neither reported nor doubted: from few
+# images, its interval depends on one or two gaps between scores.
+_RISE = 1.1
+_IF_GOOD = (
     "The rates hold for parts like the images that remain; if parts like those left out are good "
     "and occur again, more good parts will be flagged"
 )
@@ -280,11 +280,11 @@ class GoodScores:
         if self.stood_out:
             cautions.append(
                 "left out because they look unlike all others (model.leave_out_suspects): "
-                f"{self.stood_out}. {_FOR_THE_REST}"
+                f"{self.stood_out}. {_IF_GOOD}"
             )
         if self.left_out:
             names = ", ".join(self.left_out)
-            cautions.append(f"left out by hand: {len(self.left_out)} ({names}). {_FOR_THE_REST}")
+            cautions.append(f"left out by hand: {len(self.left_out)} ({names}). {_IF_GOOD}")
         return cautions
 
     def _caution_of_groups(self, groups: int) -> str:
@@ -385,7 +385,7 @@ class Thresholds:
             rest = np.delete(np.array(self.good.image), order[:count])
             value = threshold_for_false_reject_rate(rest, target, groups=self.good.groups).value
             highest.append((self.good.names[i], self.good.image[i], value))
-            if value <= before - _WORTH_A_WORD * abs(before):
+            if value <= before - _LEAST_DROP * abs(before):
                 listed = count
             before = value
         return highest[:listed]
@@ -510,7 +510,7 @@ class ThresholdChange:
 
         Defects among the good images raise it; all defects like them would then pass.
         """
-        chance = max(self.before.reject_up_to, _FAR * self.before.image)
+        chance = max(self.before.reject_up_to, _RISE * self.before.image)
         return self.after.label != "by hand" and self.after.image > chance
 
     def lines(self) -> list[str]:
@@ -525,7 +525,7 @@ class ThresholdChange:
     @property
     def caution(self) -> str:
         """A warning if the reject threshold rises by more than a tenth; empty otherwise."""
-        if self.after.image <= _FAR * self.before.image:
+        if self.after.image <= _RISE * self.before.image:
             return ""
         good = self.after.good
         rows = sorted(zip(good.image, good.names, strict=True), reverse=True)

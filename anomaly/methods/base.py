@@ -269,7 +269,7 @@ class Fitter(Protocol[S]):
 
     @property
     def compact(self) -> bool:
-        """Whether embeddings take less memory than their feature maps."""
+        """True if embeddings take less memory than their feature maps."""
         return False
 
     def prepared(self, channels: int, device: torch.device) -> Fitter[S]:

@@ -122,7 +122,7 @@ class Prediction:
 
     @property
     def calibrated_score(self) -> float | None:
-        """How rare the score is among good parts, in powers of ten; None without thresholds."""
+        """Rarity of the score among good parts, in powers of ten; None without thresholds."""
         return None if self.thresholds is None else self.thresholds.calibrated(self.score)
 
     @cached_property
@@ -320,13 +320,13 @@ class Model(ImageStages):
                 present thresholds' target, else the config's.
             reject_rate: share of good parts that may be rejected; the same defaults.
         """
-        config, now = self.config.calibration, self.thresholds
-        review = review_rate or (now and now.to_review.target) or config.review_rate
-        reject = reject_rate or (now and now.to_reject.target) or config.reject_rate
+        config, present = self.config.calibration, self.thresholds
+        review = review_rate or (present and present.to_review.target) or config.review_rate
+        reject = reject_rate or (present and present.to_reject.target) or config.reject_rate
         if reject <= review:
             return review, reject
         # A rejected part isn't called good either. The rate that wasn't given adapts; if both were
-        # given, the reject rate does.
+        # given, the review rate does.
         return (reject, reject) if reject_rate is not None else (review, review)
 
     @cached_property
@@ -785,8 +785,8 @@ def _medians(scores: Array) -> Array:
 def _highest(values: Array, count: int) -> Array:
     """The highest `count` values along the last axis, in any order."""
     if isinstance(values, np.ndarray):
-        rest = values.shape[-1] - count
-        return np.partition(values, rest, axis=-1)[..., rest:]
+        first = values.shape[-1] - count
+        return np.partition(values, first, axis=-1)[..., first:]
     return values.topk(count).values
 
 
