@@ -36,7 +36,7 @@ from anomaly.evaluation.metrics import (
     image_metrics,
     metrics_by_type,
 )
-from anomaly.imaging.loading import UnusableImage, picture_of
+from anomaly.imaging.loading import UnusableImage, picture_hash
 from anomaly.imaging.pool import read_one
 from anomaly.runtime import Progress
 from anomaly.scoring.model import Model, Prediction, Scored
@@ -134,7 +134,7 @@ def score_test_split(
             if isinstance(result, UnusableImage):
                 raise ImageError(result.reason, result.status)
             assert result.image is not None
-            first = by_picture.setdefault(picture_of(result.image), sample)
+            first = by_picture.setdefault(picture_hash(result.image), sample)
             if conflict := contradiction(first, sample):
                 raise conflict
             if sample.is_defect and (name := learned.get(result.sha256)):

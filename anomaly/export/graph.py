@@ -22,7 +22,7 @@ from anomaly.backbones.networks import build, load_state
 from anomaly.config.schema import METHODS
 from anomaly.errors import ModelError
 from anomaly.hooks import HookSet, capture
-from anomaly.imaging.geometry import counted, resampling_matrix
+from anomaly.imaging.geometry import patch_mask, resampling_matrix
 from anomaly.maps.anomaly_map import LEAST_WEIGHT, map_matrix
 from anomaly.methods.base import PatchScores
 from anomaly.scoring.image_statistics import (
@@ -368,7 +368,7 @@ class PixelsToVerdict(nn.Module):
         self._inside: Tensor | None = None
         self._pixels_inside: Tensor | bool = True
         if model.region is not None:
-            self._inside = torch.from_numpy(counted(model.region, view, grid))[None]
+            self._inside = torch.from_numpy(patch_mask(model.region, view, grid))[None]
             self._pixels_inside = torch.from_numpy(model.region.inside(camera))
         self._top = self._top_count()
         self._review_reasons = _ReviewReasons(model, self._inside, grid, view.size)

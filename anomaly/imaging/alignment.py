@@ -296,9 +296,9 @@ class Reference:
             [(side - 1) / 2 for side in self.picture.shape]
         ).reshape(2, 1, 1)
         slopes = np.stack([y * columns - x * rows, x, y] if self.rigid else [x, y])
-        flat, own = slopes.reshape(len(slopes), -1), self.picture.ravel()
+        flat, picture = slopes.reshape(len(slopes), -1), self.picture.ravel()
         flat = flat - flat.mean(axis=1, keepdims=True)
-        flat = flat - np.outer(flat @ own, own)  # a change of contrast isn't a motion
+        flat = flat - np.outer(flat @ picture, picture)  # a change of contrast isn't a motion
         return np.asarray(np.linalg.pinv((flat @ flat.T).astype(np.float64)) @ flat, np.float32)
 
     def _refined(self, grey: Grey, motion: Motion, steps: int) -> tuple[Motion, float]:
@@ -402,7 +402,7 @@ def learn(pictures: Sequence[Grey], *, rigid: bool) -> tuple[Reference, int]:
     if not shapes:
         raise DataError("image.align: none of the training images can be used")
     shape = max(shapes, key=shapes.count)
-    usable = [i for i, each in enumerate(shapes) if each == shape]
+    usable = [i for i, picture in enumerate(pictures) if picture.shape == shape]
     greys = [pictures[i] for i in usable]
     reference, middle = Reference(_normed(greys[0]), rigid), 0
     for _ in range(_ROUNDS):

@@ -173,21 +173,21 @@ class ArrayImage:
 image = ArrayImage
 
 
-def source_of(given: ImageLike, decoding: Decoding, index: int | None = None) -> Path | Image:
+def source_of(pixels: ImageLike, decoding: Decoding, index: int | None = None) -> Path | Image:
     """The file, or the pixels as an `Image` of their own.
 
     Args:
-        given: a path, or pixels in memory.
+        pixels: a path, or pixels in memory.
         decoding: limits and bit depth, as for files.
         index: place in the list of images, for messages; None for a single image.
 
     Raises:
         ImageError: the pixels can't be used as an image; says which and why.
     """
-    if isinstance(given, str | os.PathLike):
-        return Path(given)
+    if isinstance(pixels, str | os.PathLike):
+        return Path(pixels)
     try:
-        stated = given if isinstance(given, ArrayImage) else ArrayImage(given)
+        stated = pixels if isinstance(pixels, ArrayImage) else ArrayImage(pixels)
         return stated.decoded(decoding)
     except Exception as error:
         if is_out_of_memory(error):

@@ -358,9 +358,9 @@ def bmp(data: bytes) -> ImageHeader:
     palette = 4 * min(colours or 256, 1 << bits) if bits <= 8 else 0
     if pixels_at < 14 + header + palette:
         raise damaged("its BMP header has its pixels start inside the header or the palette")
-    there, needed = len(data) - pixels_at, (width * bits + 31) // 32 * 4 * abs(height)
-    if there < needed:
-        raise damaged(f"it is cut short: {max(there, 0)} of {needed} bytes of pixels are there")
+    available, needed = len(data) - pixels_at, (width * bits + 31) // 32 * 4 * abs(height)
+    if available < needed:
+        raise damaged(f"it is cut short: {max(available, 0)} of {needed} bytes of pixels are there")
 
     def decode() -> Pixels:
         pixels = _by_opencv(data)
@@ -462,15 +462,15 @@ def _samples(page: Tags, order: str) -> tuple[int, np.dtype[Any], int, bool]:
     return channels, np.dtype(order + number), compression, predictor == 2
 
 
-def _inflated(stream: memoryview, most: int) -> memoryview:
-    """Content of a zlib stream, which must end, with its checksum, within `most` bytes."""
+def _inflated(stream: memoryview, limit: int) -> memoryview:
+    """Content of a zlib stream, which must end, with its checksum, within `limit` bytes."""
     inflater = isal_zlib.decompressobj()
     try:
-        content = inflater.decompress(stream, most + 1)
+        content = inflater.decompress(stream, limit + 1)
     except isal_zlib.error:  # type: ignore[misc]  # the stub has an instance, not a class
         raise damaged("its pixel data is damaged") from None
-    if len(content) > most or not inflater.eof:
-        raise damaged(f"its pixel data doesn't end within the {most} bytes that it should have")
+    if len(content) > limit or not inflater.eof:
+        raise damaged(f"its pixel data doesn't end within the {limit} bytes that it should have")
     return memoryview(content)
 
 

@@ -208,7 +208,7 @@ class Sizing:
                     f"network, but a side may have at most {_LONGEST_INPUT}; lower image.area, or "
                     "cut the image into pieces"
                 )
-            axes = [AxisView(*both, 0, both[1]) for both in zip(source, sides, strict=True)]
+            axes = [AxisView(old, new, 0, new) for old, new in zip(source, sides, strict=True)]
         else:
             size = self.crop or self.resize
             offset = (self.resize - size) // 2
@@ -406,7 +406,7 @@ class Region:
         return mask if self.ignore is None else mask & ~self.ignore.inside(size, strip)
 
 
-def counted(region: Region | None, layout: View, grid: tuple[int, int]) -> Mask:
+def patch_mask(region: Region | None, layout: View, grid: tuple[int, int]) -> Mask:
     """Mask (h, w) of an image's patches that count; with tiles, of their mosaic.
 
     A patch counts when at least half of its original pixels lie in the region and, with alignment,
@@ -437,7 +437,7 @@ def counted(region: Region | None, layout: View, grid: tuple[int, int]) -> Mask:
     return mask
 
 
-def beyond(region: Region, layout: View) -> tuple[float, float]:
+def overhang(region: Region, layout: View) -> tuple[float, float]:
     """Pixels (across, down) by which a region reaches beyond the photograph; 0 or less if inside.
 
     Args:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.alignment import Reference
-from anomaly.imaging.geometry import Region, Sizing, View, counted, render
+from anomaly.imaging.geometry import Region, Sizing, View, patch_mask, render
 from anomaly.imaging.read import (
     Decoding,
     Image,
@@ -279,7 +279,7 @@ def inspectable(
                 if learned and pose is not None and pose.reason:
                     raise DataError(pose.reason)
                 if region is not None:
-                    counted(region, item.layout, grid(item.view.size))  # raises if none counts
+                    patch_mask(region, item.layout, grid(item.view.size))  # raises if none counts
             except DataError as error:
                 yield to_unusable(item.index, item.name, error)
                 continue
@@ -314,7 +314,8 @@ def by_shape(
             continue
         group = waiting.setdefault(item.view.size, [])
         group.append(item)
-        held = sum(each.image.pixels.nbytes for each in group if each.image is not None)
+        images = [queued.image for queued in group if queued.image is not None]
+        held = sum(image.pixels.nbytes for image in images)
         if len(group) == batch_size or held > _HELD_BYTES:
             yield waiting.pop(item.view.size)
     yield from waiting.values()
@@ -403,10 +404,10 @@ def look_of(image: Image) -> Look:
     grey = (grey - grey.mean()) * np.float32(255 / image.full_scale)
     deep = image.mode.endswith("16")
     brightest = float(image.pixels.max()) / image.full_scale if deep else None
-    return Look(picture_of(image), grey.ravel().astype(np.float16), brightest)
+    return Look(picture_hash(image), grey.ravel().astype(np.float16), brightest)
 
 
-def picture_of(image: Image) -> str:
+def picture_hash(image: Image) -> str:
     """sha256 of an image's pixels in hex; 16-bit pixels that hold only 8 bits count as 8-bit."""
     pixels, full_scale = image.pixels, image.full_scale
     if pixels.dtype == np.uint16 and full_scale == 65535:

@@ -141,13 +141,13 @@ class Decoders:
             return process.submit(load, index, source, self.loading, looks=self.looks)
         return process.submit(self._answer, process, "load", index, source)
 
-    def finish(self, index: int, path: Path | bytes, *what: Any) -> Future[Any]:
+    def finish(self, index: int, path: Path | bytes, *arguments: Any) -> Future[Any]:
         """Write the pictures of a loaded image, in the process that has loaded it.
 
         Args:
             index: number under which the image was loaded.
             path: the image's file, or the file's bytes, as given for loading.
-            what: arguments of `pictures.write` behind the image.
+            arguments: arguments of `pictures.write` behind the image.
 
         Returns:
             The result of `pictures.write`, once the pictures are on disk; `UnusableImage` if the
@@ -155,13 +155,13 @@ class Decoders:
             OutputError if the pictures can't be written.
         """
         process = self._loaders.pop(index)
-        return process.submit(self._answer, process, "finish", index, path, *what)
+        return process.submit(self._answer, process, "finish", index, path, *arguments)
 
     def _answer(
-        self, process: _DecoderProcess, name: str, index: int, source: Path | bytes, *what: Any
+        self, process: _DecoderProcess, name: str, index: int, source: Path | bytes, *arguments: Any
     ) -> Any:
         """Answer of a process that loads or finishes an image; `UnusableImage` if that fails."""
-        answer = process.ask(self, name, index, source, *what)
+        answer = process.ask(self, name, index, source, *arguments)
         if isinstance(answer, ImageError):
             return UnusableImage(index, answer.status, f"{described(index, source)}: {answer}")
         if isinstance(answer, NetworkInput) and answer.image is not None:
@@ -526,7 +526,7 @@ class Worker:
         handed = self._task.keep_image or not loaded.view.whole
         return replace(loaded, image=loaded.image if handed else None, render=_elsewhere)
 
-    def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
+    def finish(self, index: int, source: Path | bytes, *arguments: Any) -> Any:
         """Draw the pictures of an image, which is read again if it wasn't kept, and forget it."""
         try:
             image = self._kept.pop((self._task.number, index), None)
@@ -534,7 +534,7 @@ class Worker:
                 image = read.read_image(source, self._task.loading.decoding)
             # Drawing doesn't depend on the file's content, so its time needs no limit.
             signal.setitimer(signal.ITIMER_PROF, 0)
-            return self._task.pictures.write(image, *what)
+            return self._task.pictures.write(image, *arguments)
         except OutputError:  # every further image will fail likewise
             raise
         except Exception as error:

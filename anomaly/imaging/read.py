@@ -251,7 +251,7 @@ def read_mask(path: Path) -> NDArray[np.bool_]:
 
 def _read_file(source: Path | bytes, max_pixels: int) -> tuple[ImageHeader, bytes]:
     """Header and bytes of a file, which is read once its first bytes and length are an image's."""
-    most = _BYTES_OF_METADATA + _BYTES_A_PIXEL * max_pixels
+    longest = _BYTES_OF_METADATA + _BYTES_A_PIXEL * max_pixels
     try:
         # Opening a pipe would wait for ever.
         if isinstance(source, Path) and not stat.S_ISREG(source.stat().st_mode):
@@ -260,11 +260,11 @@ def _read_file(source: Path | bytes, max_pixels: int) -> tuple[ImageHeader, byte
         with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
             format_ = identify(file.read(HEAD_BYTES))
             length = file.seek(0, os.SEEK_END)
-            if length > most:
+            if length > longest:
                 raise unsupported(
-                    f"its file has {length / 1e6:.1f} MB, more than the {most / 1e6:.1f} MB that a "
-                    f"picture of {max_pixels / 1e6:.1f} million pixels needs; if it is a picture, "
-                    "raise image.max_pixels"
+                    f"its file has {length / 1e6:.1f} MB, more than the {longest / 1e6:.1f} MB "
+                    f"that an image of {max_pixels / 1e6:.1f} million pixels needs; if it is an "
+                    "image, raise image.max_pixels"
                 )
             file.seek(0)
             data = file.read(length)
@@ -377,7 +377,7 @@ def other_files(folder: Path) -> str:
     """
     kinds = Counter(
         path.suffix.lower() or path.name
-        for path in (list_files(folder, tell=False) if is_folder(folder) else ())
+        for path in (list_files(folder, warn=False) if is_folder(folder) else ())
     )
     if not kinds:
         return ""
@@ -404,7 +404,7 @@ def is_folder(path: Path) -> bool:
         raise DataError(f"{path} can't be looked at ({why(error)})") from None
 
 
-def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
+def list_files(folder: Path, *, warn: bool = True) -> list[Path]:
     """Files in a folder and its subfolders, sorted by path.
 
     Files of the operating system (`left_by_system`) and outputs of this program are skipped. Links
@@ -412,32 +412,32 @@ def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
 
     Args:
         folder: the folder, which may be a link.
-        tell: log a warning that names the outputs that are skipped.
+        warn: log a warning that names the outputs that are skipped.
 
     Raises:
         DataError: the folder, or one inside it, can't be listed.
     """
-    own: list[Path] = []
+    skipped: list[Path] = []
     files: list[Path] = []
-    for place, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
-        here, every = Path(place), [*folders, *names]
-        if here != folder and is_model(here, every):
-            own.append(here)
+    for root, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        place, entries = Path(root), [*folders, *names]
+        if place != folder and is_model(place, entries):
+            skipped.append(place)
             folders.clear()
             continue
-        outputs = own_outputs(here, every)
+        outputs = own_outputs(place, entries)
         # Of a run's outputs, only folders and images could be taken for input, so only they are
         # named in the warning.
-        own += [here / name for name in outputs if name in folders or is_image(here / name)]
-        kept = {name for name in every if not (name in outputs or left_by_system(name))}
-        files += [here / name for name in names if name in kept]
+        skipped += [place / name for name in outputs if name in folders or is_image(place / name)]
+        kept = {name for name in entries if not (name in outputs or left_by_system(name))}
+        files += [place / name for name in names if name in kept]
         # A link to a folder above would be walked for ever.
-        around = {each.resolve() for each in (here, *here.parents)}
-        kept -= {name for name in folders if (here / name).resolve() in around}
+        above = {parent.resolve() for parent in (place, *place.parents)}
+        kept -= {name for name in folders if (place / name).resolve() in above}
         folders[:] = [name for name in folders if name in kept]
-    if own and tell:
-        skipped = some([path.relative_to(folder).as_posix() for path in sorted(own)], most=6)
-        log.warning("%s: skipped this program's own outputs: %s", folder, skipped)
+    if skipped and warn:
+        listed = some([path.relative_to(folder).as_posix() for path in sorted(skipped)], most=6)
+        log.warning("%s: skipped this program's own outputs: %s", folder, listed)
     return sorted(files, key=lambda path: path.parts)
 
 

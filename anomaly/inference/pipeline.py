@@ -536,7 +536,7 @@ class Arrivals:
         Raises:
             DataError: a folder can't be listed; a later poll returns its new files.
         """
-        files = {file for folder in self._folders for file in list_files(folder, tell=False)}
+        files = {file for folder in self._folders for file in list_files(folder, warn=False)}
         images = filter(is_image, files)
         stamps = {path: stamp for path in images if (stamp := stamp_of(path)) is not None}
         unsettled, self._unsettled = self._unsettled, {}

@@ -165,10 +165,10 @@ def _highest_around(scores: Array, tiles: tuple[int, int], reach: int = 1) -> Ar
     """Highest score (…, h, w) within `reach` rows and columns of each patch, in the same tile."""
     *lead, height, width = scores.shape
     rows, columns = tiles
-    each = scores.reshape(*lead, rows, height // rows, columns, width // columns)
+    by_tile = scores.reshape(*lead, rows, height // rows, columns, width // columns)
     for _ in range(reach):
-        each = _highest_beside(_highest_beside(each, -3), -1)
-    return each.reshape(scores.shape)
+        by_tile = _highest_beside(_highest_beside(by_tile, -3), -1)
+    return by_tile.reshape(scores.shape)
 
 
 def _highest_beside(scores: Array, axis: int) -> Array:
@@ -258,16 +258,16 @@ def _blocks(
         For each piece its view, the columns of its patches, and the block (source, patches of the
         piece) with NaN rows where a crop hides the image.
     """
-    each = patches // len(pieces)
+    count = patches // len(pieces)  # of each piece
     blocks = []
     for number, (axis, share) in enumerate(zip(pieces, _shares(pieces), strict=True)):
         positions = axis.to_network(np.arange(axis.start, axis.stop, dtype=np.float64) + 0.5)
-        smooth = upsample_and_smooth(each, axis.size, smoothing).astype(np.float64)
+        smooth = upsample_and_smooth(count, axis.size, smoothing).astype(np.float64)
         block = (share[:, None] * interpolated(positions, smooth)).astype(np.float32)
         visible = axis.visible()
         block[: visible.start - axis.start] = np.nan
         block[visible.stop - axis.start :] = np.nan
-        blocks.append((axis, slice(number * each, (number + 1) * each), block))
+        blocks.append((axis, slice(number * count, (number + 1) * count), block))
     return tuple(blocks)
 
 

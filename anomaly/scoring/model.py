@@ -26,7 +26,7 @@ from anomaly.config.schema import METHODS
 from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError, ImageError, ModelError
 from anomaly.imaging.arrays import Array, ImageLike, as_numpy, is_one, like, module_of, sources
-from anomaly.imaging.geometry import Region, View, beyond, counted
+from anomaly.imaging.geometry import Region, View, overhang, patch_mask
 from anomaly.imaging.loading import (
     NetworkInput,
     Preprocessing,
@@ -499,7 +499,7 @@ class Model(ImageStages):
             return ""
         half = min(self.extractor.strides) / 2
         height, width = (half * axis[0].source / axis[0].resized for axis in view.axes)
-        across, down = beyond(self.region, view)
+        across, down = overhang(self.region, view)
         if across <= width and down <= height:
             return ""
         return (
@@ -818,6 +818,6 @@ def patches_inside(
         # The grid before turning: an odd turn has exchanged its height and width.
         height, width = embeddings.shape[1:3] if turn % 2 == 0 else embeddings.shape[2:0:-1]
         top, left = row * height, column * width
-        whole = counted(region, layout, (height, width))
+        whole = patch_mask(region, layout, (height, width))
         masks.append(turned(whole[top : top + height, left : left + width], turn))
     return like(np.stack(masks), embeddings)

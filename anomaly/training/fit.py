@@ -24,8 +24,8 @@ from anomaly.config.schema import Config
 from anomaly.datasets.samples import Sample, contradiction, near_copies, too_few_different
 from anomaly.errors import ConfigError, DataError
 from anomaly.imaging.alignment import Reference, grey_picture, learn
-from anomaly.imaging.geometry import counted, patch_size
-from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_of, size_of
+from anomaly.imaging.geometry import patch_mask, patch_size
+from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_hash, size_of
 from anomaly.imaging.pool import Decoders, read_all, rest
 from anomaly.imaging.read import Decoding, Image, derive, say_unstated_bits
 from anomaly.methods.base import Fitter, Fold
@@ -122,7 +122,7 @@ def check_smallest_defect(setup: TrainingSetup, sizes: Iterable[tuple[int, int]]
         try:
             view = setup.loading.sizing.view(size)
             grid = setup.embedder.grid(view.size)
-            patches = int(counted(setup.region, view, grid).sum())
+            patches = int(patch_mask(setup.region, view, grid).sum())
         except DataError:
             continue  # such an image is refused, with its reason, where it is read
         height, width = patch_size(view, grid)
@@ -414,7 +414,7 @@ def _check_labels(
     """
     pictures = features.pictures()
     good = {pictures[i]: samples[i] for i in sorted(pictures, reverse=True)}
-    read = partial(derive, picture_of, decoding)
+    read = partial(derive, picture_hash, decoding)
     shown = read_all(read, [sample.source for sample in defects])
     for defect, picture in zip(defects, shown, strict=True):
         same = good.get(picture) if isinstance(picture, str) else None

@@ -14,7 +14,7 @@ from moving_parts import SIZE, draw, place, poses
 from anomaly.errors import DataError
 from anomaly.imaging.alignment import Motion, Pose, Reference, grey_picture, learn
 from anomaly.imaging.arrays import source_of
-from anomaly.imaging.geometry import Sizing, counted, render
+from anomaly.imaging.geometry import Sizing, patch_mask, render
 from anomaly.imaging.read import DEFAULT, Image
 
 _MOTION = st.builds(Motion, st.floats(-3, 3), st.floats(-20, 20), st.floats(-20, 20))
@@ -158,7 +158,7 @@ def test_a_reference_is_saved() -> None:
 def test_patches_that_a_motion_uncovers_dont_count() -> None:
     view = Sizing(None, None, 128, 32).view(SIZE)
     pose = Pose(Motion(math.radians(20), 30.0, -8.0), SIZE)
-    counts = counted(None, replace(view, pose=pose), (16, 16))
+    counts = patch_mask(None, replace(view, pose=pose), (16, 16))
     # OpenCV moves an image that is there everywhere.
     white = np.ones((*SIZE, 3), np.uint8)
     there = cv2.warpAffine(
@@ -168,4 +168,4 @@ def test_patches_that_a_motion_uncovers_dont_count() -> None:
     middles = [((np.arange(16) + 0.5) * side / 16).astype(int) for side in SIZE]
     assert (counts == there[np.ix_(*middles)]).mean() > 0.98
     assert 0.7 < counts.mean() < 0.95
-    assert counted(None, view, (16, 16)).all()
+    assert patch_mask(None, view, (16, 16)).all()

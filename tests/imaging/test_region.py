@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from anomaly.errors import DataError
-from anomaly.imaging.geometry import DrawnMask, Polygons, Region, Sizing, counted
+from anomaly.imaging.geometry import DrawnMask, Polygons, Region, Sizing, patch_mask
 from anomaly.imaging.loading import UnusableImage
 from anomaly.scoring.model import Prediction
 from anomaly.storage.models import load_model
@@ -65,7 +65,7 @@ def test_a_patch_counts_when_half_of_it_does() -> None:
     fine = np.kron(mask, np.ones((8, 8)))
     for sizing in (Sizing(64, None, 64, 8), Sizing(80, 64, 64, 8)):
         view = sizing.view(mask.shape)
-        found = counted(Region(DrawnMask(mask), None), view, (8, 8))
+        found = patch_mask(Region(DrawnMask(mask), None), view, (8, 8))
         rows, columns = (
             np.rint(axis.to_source(np.linspace(0, axis.size, 9)) * 8).astype(int)
             for (axis,) in view.axes
@@ -81,13 +81,13 @@ def test_a_patch_that_is_half_inside_counts() -> None:
     view = Sizing(64, None, 64, 8).view((64, 64))
     mask = np.zeros((64, 64), bool)
     mask[:, :20] = True  # two and a half patches
-    inside = counted(Region(DrawnMask(mask), None), view, (8, 8))
+    inside = patch_mask(Region(DrawnMask(mask), None), view, (8, 8))
     assert inside[:, :3].all()
     assert not inside[:, 3:].any()
     mask[:, 19] = False
-    assert not counted(Region(DrawnMask(mask), None), view, (8, 8))[:, 2:].any()
+    assert not patch_mask(Region(DrawnMask(mask), None), view, (8, 8))[:, 2:].any()
     with pytest.raises(DataError, match="enlarge it"):
-        counted(Region(DrawnMask(mask), DrawnMask(mask)), view, (8, 8))
+        patch_mask(Region(DrawnMask(mask), DrawnMask(mask)), view, (8, 8))
 
 
 LEFT = "image.region={polygons: [[[0, 0], [0.5, 0], [0.5, 1], [0, 1]]]}"
