@@ -6,22 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import REPOSITORY, RUNS, Command, train, train_arguments, write_product
 from safetensors.torch import save_file
 
 import anomaly
 from anomaly.backbones.networks import read_weights
 from anomaly.datasets.layouts import open_dataset
-from anomaly.imaging.loading import NetworkInput
-from anomaly.imaging.loading import load as load_image
 from anomaly.scoring.model import Prediction
-from anomaly.storage.models import load_model
 
 
 def _bytes(model: Path) -> dict[str, str]:
@@ -98,31 +93,6 @@ def test_the_manifest_says_what_the_model_was_made_of(run_folder: Path, product:
     files = _bytes(run_folder / "model")
     del files["manifest.json"]
     assert {name: record["sha256"] for name, record in manifest["files"].items()} == files
-
-
-def test_bank_vectors_know_where_they_came_from(run_folder: Path, product: Path) -> None:
-    model = load_model(run_folder, torch.device("cpu"))
-    names = list(model.manifest["training_images"])
-    origins, vectors = (model.scorer.tensors()[name] for name in ("origins", "vectors"))
-    for i in (0, len(origins) // 2, len(origins) - 1):
-        image, row, column = origins[i].tolist()
-        item = load_image(0, product / names[image], model.loading)
-        assert isinstance(item, NetworkInput)
-        patch = model.embedder([item])[0, row, column]
-        torch.testing.assert_close(patch, vectors[i], rtol=1e-4, atol=1e-5)
-
-
-def test_inverted_lists_are_made_at_first_use(
-    product: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    train(product, "model.search=ivf", tmp_path / "run")
-    inverted = load_model(tmp_path / "run", torch.device("cpu"))
-    exact = replace(inverted, scorer=replace(inverted.scorer, search="exact"))
-    files = sorted((product / "test").rglob("*.png"))
-    for one, other in zip(inverted.predict(files), exact.predict(files), strict=True):
-        np.testing.assert_array_less(other.patch_scores, one.patch_scores + 1e-6)
-    assert [f.suffix for f in (tmp_path / "cache" / "anomaly").iterdir()] == [".index"]
 
 
 def test_everything_in_a_run_can_be_read_by_others(run_folder: Path) -> None:

@@ -26,7 +26,7 @@ from anomaly.files.writing import as_json
 from anomaly.imaging.loading import UnusableImage
 from anomaly.scoring.build import scorer_of
 from anomaly.scoring.image_statistics import TrainingStatistics
-from anomaly.scoring.model import Model, Prediction
+from anomaly.scoring.model import Model
 from anomaly.storage.folder import file_entry, model_id
 from anomaly.storage.models import load_model
 from anomaly.storage.models import save as save_model
@@ -179,18 +179,6 @@ def test_values_that_overflow_give_no_verdict(bank: Path, product: Path) -> None
     for found in load_model(bank).results(sorted((product / "test").rglob("*.png"))):
         assert isinstance(found, UnusableImage)
         assert (found.status, "isn't a finite number" in found.reason) == ("failed", True)
-
-
-def test_one_broken_patch_is_enough(bank: Path, product: Path) -> None:
-    """The highest of the other patches must not stand for the image."""
-    detector = load_model(bank)
-    (item,) = detector.predict([product / "test" / "good" / "000.png"])
-    assert isinstance(item, Prediction)
-    grid = detector.embedder.grid(item.view.size)
-    embeddings = torch.zeros(2, *grid, detector.scorer.dimensions)
-    embeddings[1, 0, 0] = math.nan
-    _, scores = detector.score_patches(embeddings, [(item.view, (0, 0), 0)] * 2)
-    assert scores.isfinite().tolist() == [True, False]
 
 
 def test_a_manifest_vouches_for_itself(bank: Path) -> None:
