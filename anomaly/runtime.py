@@ -374,16 +374,14 @@ def prefetch(
             future.cancel()
 
 
-@dataclass(frozen=True)
-class _Processor:
-    type: str = "cpu"
+class _Processor(str):
+    """The name of a device, with the `type` that a `torch.device` has."""
 
-    def __str__(self) -> str:
-        return self.type
+    type = "cpu"
 
 
-# What stands for torch.device("cpu") where torch may be absent: with exported models.
-CPU: torch.device = cast(Any, _Processor())
+# Stands for torch.device("cpu") where torch may be missing: with exported models.
+CPU: torch.device = cast(Any, _Processor("cpu"))
 
 
 def device_of(device: str | torch.device) -> torch.device:

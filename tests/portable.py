@@ -1,12 +1,11 @@
-"""Run tests as an older x86 processor computes them: `make test-portable`, or
+"""Run tests as two older x86 processors compute them: `make test-portable`, or
 
-    python tests/portable.py --level sse4.2 --threads 2 tests -k "not browser"
+    python tests/portable.py tests -k "not browser"
 
 Each library that picks instructions by the processor is told to leave the newer ones alone.
 `test_portable.py` checks, in each of these runs, that all of them obeyed.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -56,20 +55,10 @@ def environment(level: str, threads: int) -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--level", choices=LEVELS)
-    parser.add_argument("--threads", type=int, default=2)
-    options, arguments = parser.parse_known_args()
-    runs = [(options.level, options.threads)] if options.level else RUNS
-    codes = []
-    for level, threads in runs:
-        print(f"as {level} with {threads} threads", flush=True)
-        command = [sys.executable, "-m", "pytest", *(arguments or NUMERICAL)]
-        codes.append(
-            subprocess.run(command, env=environment(level, threads), cwd=REPOSITORY).returncode
-        )
+    command, codes = [sys.executable, "-m", "pytest", *(sys.argv[1:] or NUMERICAL)], []
+    for run in RUNS:
+        print("as {} with {} threads".format(*run), flush=True)
+        codes.append(subprocess.run(command, env=environment(*run), cwd=REPOSITORY).returncode)
     return max(codes)
 
 
