@@ -10,15 +10,26 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
-class Receiver:
+class Rows:
+    """What has arrived."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    @property
+    def ids(self) -> list[int]:
+        return [row["id"] for row in self.rows]
+
+
+class Receiver(Rows):
     """Takes POST requests; `statuses` are answered first, then 200.
 
     Used in a `with` statement; `port` 0 takes any that is free.
     """
 
     def __init__(self, port: int = 0, statuses: tuple[int, ...] = ()) -> None:
+        super().__init__()
         self.statuses = list(statuses)
-        self.rows: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         receiver = self
 
@@ -48,17 +59,13 @@ class Receiver:
         self._server.shutdown()
         self._server.server_close()
 
-    @property
-    def ids(self) -> list[int]:
-        return [row["id"] for row in self.rows]
 
-
-class Broker:
+class Broker(Rows):
     """The part of MQTT 3.1.1 that a publisher with QoS 1 needs; `silent` confirms nothing."""
 
     def __init__(self, port: int = 0, *, silent: bool = False) -> None:
+        super().__init__()
         self._silent = silent
-        self.rows: list[dict[str, Any]] = []
         self.topics: set[str] = set()
         self.users: list[bytes] = []
         self._connections: list[socket.socket] = []
@@ -74,10 +81,6 @@ class Broker:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
-
-    @property
-    def ids(self) -> list[int]:
-        return [row["id"] for row in self.rows]
 
     def _accept(self) -> None:
         with suppress(OSError):

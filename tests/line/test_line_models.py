@@ -140,20 +140,6 @@ def test_batches_are_no_larger_than_the_model_takes_at_once(
     assert (sum(sizes), max(sizes)) == (9, 4)
 
 
-def test_what_cannot_be_written_down_is_not_answered(
-    model: Model, files: list[Path], gate: Gate
-) -> None:
-    gate.trouble = True
-    gate.may.set()
-    told: list[int] = []
-    with (
-        serving(model, gate, publish=lambda number, _: told.append(number)) as slot,
-        pytest.raises(OutputError, match=r"no verdict \(the disk is full\); send it"),
-    ):
-        slot.submit(files[0].read_bytes()).result(20)
-    assert told == []
-
-
 def test_a_part_that_is_being_drawn_when_scoring_fails_is_answered_once(
     model: Model, files: list[Path], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +175,7 @@ def test_a_part_that_is_being_drawn_when_scoring_fails_is_answered_once(
     assert len(gate.parts()) == 3
 
 
-def test_a_part_is_answered_though_publishing_it_fails(
+def test_a_part_is_answered_if_it_is_written_down_though_publishing_it_fails(
     model: Model, files: list[Path], gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -198,4 +184,7 @@ def test_a_part_is_answered_though_publishing_it_fails(
     gate.may.set()
     with serving(model, gate, publish=fail) as slot:
         assert [slot.submit(files[0].read_bytes()).result(20)["id"] for _ in range(2)] == [1, 2]
+        gate.trouble = True
+        with pytest.raises(OutputError, match=r"no verdict \(the disk is full\); send it"):
+            slot.submit(files[0].read_bytes()).result(20)
     until(lambda: caplog.text.count("RuntimeError: a mistake") == 2)

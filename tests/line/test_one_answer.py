@@ -42,15 +42,11 @@ def _pictures() -> dict[str, np.ndarray]:
 
 def _of_rows(output: Path) -> Answers:
     regions = Counter(row["path"] for row in table(output, "regions.csv"))
-    return {
-        Path(row["path"]).name: (
-            float(row["image_score"]),
-            row["verdict"],
-            row["reason"],
-            regions[row["path"]],
-        )
-        for row in table(output)
-    }
+    found: Answers = {}
+    for row in table(output):
+        score, path = float(row["image_score"]), row["path"]
+        found[Path(path).name] = score, row["verdict"], row["reason"], regions[path]
+    return found
 
 
 def _of_arrays(run: Path, pictures: Path) -> Answers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -21,6 +21,12 @@ from anomaly.line.report import Period, parts_of
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
 WORDS = b"these are words, and enough of them to be more than a header of SQLite's\n" * 9
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[Record]:
+    with closing(Record(tmp_path / "line.sqlite")) as record:
+        yield record
 
 
 def rejects(*numbers: int) -> list[Answer]:
@@ -86,9 +92,7 @@ def test_the_oldest_goods_make_room_first(tmp_path: Path) -> None:
         assert len(again.parts()) == 6  # rows stay
 
 
-def test_feedback_is_only_added_to(tmp_path: Path) -> None:
-    file = tmp_path / "line.sqlite"
-    record = Record(file)
+def test_feedback_is_only_added_to(record: Record) -> None:
     (number, unread) = record.add([answer("reject", 7), answer("", 8, "unreadable")])
     record.add_feedback("defect", who="Ada", part=number, defect_type="scratch")
     record.add_feedback("good", who="Bob", part=number, note="dust")
@@ -97,7 +101,7 @@ def test_feedback_is_only_added_to(tmp_path: Path) -> None:
     for part in (unread, 99):
         with pytest.raises(DataError, match=f"part {part}"):
             record.add_feedback("good", who="", part=part)
-    by_others = sqlite3.connect(file)
+    by_others = sqlite3.connect(record.file)
     for change in ("UPDATE feedback SET verdict = 'good'", "DELETE FROM feedback"):
         with pytest.raises(sqlite3.IntegrityError, match="only added to"):
             by_others.execute(change)
@@ -121,21 +125,20 @@ def test_a_withdrawn_judgement_counts_for_nobody(tmp_path: Path) -> None:
         assert rows == [("", None), ("good", "")]
 
 
-def test_people_take_back_what_is_theirs(tmp_path: Path) -> None:
-    with closing(Record(tmp_path / "line.sqlite")) as record:
-        record.add([answer("reject", 1)])
-        for who, verdict, stands in (
-            ("Ann", "good", "good"),
-            ("Ben", "defect", "defect"),
-            ("Ann", "", "defect"),
-            ("Ann", "good", "good"),
-            ("Ann", "", "defect"),  # Ben's stands again
-            ("Ben", "", None),
-        ):
-            record.add_feedback(verdict, who=who, part=1)
-            assert (record.parts(number=1)[0]["feedback"] or {}).get("verdict") == stands
-        with pytest.raises(DataError, match="no judgement by Ann to take back"):
-            record.add_feedback("", who="Ann", part=1)
+def test_people_take_back_what_is_theirs(record: Record) -> None:
+    record.add([answer("reject", 1)])
+    for who, verdict, stands in (
+        ("Ann", "good", "good"),
+        ("Ben", "defect", "defect"),
+        ("Ann", "", "defect"),
+        ("Ann", "good", "good"),
+        ("Ann", "", "defect"),  # Ben's stands again
+        ("Ben", "", None),
+    ):
+        record.add_feedback(verdict, who=who, part=1)
+        assert (record.parts(number=1)[0]["feedback"] or {}).get("verdict") == stands
+    with pytest.raises(DataError, match="no judgement by Ann to take back"):
+        record.add_feedback("", who="Ann", part=1)
 
 
 def test_what_is_no_record_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
@@ -157,17 +160,16 @@ def test_what_is_no_record_is_refused_and_stays_as_it_is(tmp_path: Path) -> None
         assert (tmp_path / name).read_bytes() == before
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    with closing(Record(tmp_path / "line.sqlite")) as record:
-        good = answer("good", 1)
-        bad = replace(good, row=replace(good.row, image_score=float("nan")))
-        with pytest.raises(ValueError, match="JSON"):
-            record.add([good, bad])
-        assert numbers(record) == []
-        # Of parts that come one by one the next ones are taken.
-        failed, written = record.put(bad), record.put(good)
-        assert isinstance(failed.exception(10), ValueError)
-        assert [written.result(10)] == numbers(record)
+def test_what_cannot_be_written_leaves_nothing_behind(record: Record) -> None:
+    good = answer("good", 1)
+    bad = replace(good, row=replace(good.row, image_score=float("nan")))
+    with pytest.raises(ValueError, match="JSON"):
+        record.add([good, bad])
+    assert numbers(record) == []
+    # Of parts that come one by one the next ones are taken.
+    failed, written = record.put(bad), record.put(good)
+    assert isinstance(failed.exception(10), ValueError)
+    assert [written.result(10)] == numbers(record)
 
 
 def test_after_a_full_disk_pictures_within_the_budget_are_all_there(small_disk: Path) -> None:
@@ -219,21 +221,19 @@ def test_nothing_is_recorded_while_the_file_is_gone(
                 record.add(rejects(4))
 
 
-def test_a_record_that_comes_back_is_gone_on_with(tmp_path: Path) -> None:
-    with closing(Record(tmp_path / "line.sqlite")) as record:
-        record.add(rejects(0))
-        record.file.rename(tmp_path / "away")
-        assert record.trouble()
-        (tmp_path / "away").rename(record.file)
-        assert record.trouble() == ""
-        assert record.add(rejects(1)) == [2]
+def test_a_record_that_comes_back_is_gone_on_with(record: Record, tmp_path: Path) -> None:
+    record.add(rejects(0))
+    record.file.rename(tmp_path / "away")
+    assert record.trouble()
+    (tmp_path / "away").rename(record.file)
+    assert record.trouble() == ""
+    assert record.add(rejects(1)) == [2]
 
 
-def test_readers_do_not_wait_for_what_is_written(tmp_path: Path) -> None:
-    with closing(Record(tmp_path / "line.sqlite")) as record:
-        record.add([answer("good", 1)])
-        with record.changing(), ThreadPoolExecutor(1) as other:
-            assert other.submit(record.counts, "2026").result(5) == {"good": 1}
+def test_readers_do_not_wait_for_what_is_written(record: Record) -> None:
+    record.add([answer("good", 1)])
+    with record.changing(), ThreadPoolExecutor(1) as other:
+        assert other.submit(record.counts, "2026").result(5) == {"good": 1}
 
 
 def test_a_record_that_may_only_be_read_is_read(tmp_path: Path) -> None:

@@ -368,7 +368,9 @@ def test_every_model_is_listed_and_scores(
     for name in USABLE:
         status, row = guarded.score(data, model=quote(name, safe=""))
         assert (status, row["verdict"]) == (200, "reject")
-        assert guarded.get(f"/v1/models/{quote(name, safe='')}")["name"] == name
+        facts = guarded.get(f"/v1/models/{quote(name, safe='')}")
+        assert (facts["name"], facts["method"]) == (name, "PatchCore")
+        assert any("reject threshold" in line for line in facts["calibration"])
     assert {part["model"] for part in guarded.get("/v1/parts")["parts"]} == {*USABLE}
     told = re.findall(r'anomaly_parts_total\{model=(".*"),status', "\n".join(guarded.figures()))
     assert {*map(json.loads, told)} == {*USABLE}
