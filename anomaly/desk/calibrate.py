@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Real
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 _MOST_DEFECTIVE = 0.2  # largest share of production images
 _LISTED = 10  # images taken as defects that a line names
 _FAR = 1.5  # times the highest score of good images; a threshold above is odd
-_VERDICTS = {"rejected": "rejected", "caught": "caught, rejected or for review"}
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ def recalibrate(
     rates = verdicts.defects_found(limits, defects)
     changes = changes_with(model, wishes.values(), limits, images, rates)
     after = replace(model, thresholds=limits, model_id="", folder=None, changes=changes)
-    notes = list(_notes(rates or {}, [*taken]))
+    notes = list(_notes(rates, [*taken]))
     doubts = [verdicts.refusal, "" if wishes.undo else _doubt_about(model.thresholds, limits)]
     return Change(model, after, verdicts, notes, [doubt for doubt in doubts if doubt], refused)
 
@@ -205,13 +204,12 @@ def _new_thresholds(
     return thresholds_by_hand(scores, review, wishes.threshold), {}
 
 
-def _notes(rates: dict[str, Any], taken: Sequence[str]) -> Iterator[str]:
+def _notes(rates: Mapping[str, Rate], taken: Sequence[str]) -> Iterator[str]:
     """Lines for people: rates of given defects, and production images taken as defects."""
     for verdict, rate in rates.items():
         yield (
-            f"of {rate['images']} defects {rate['count']} {_VERDICTS[verdict]}: "
-            f"{percent(rate['expected'])}, {percent(rate['low'])} to {percent(rate['high'])} "
-            "(95 % confidence)"
+            f"of {rate.images} defects {rate.count} {verdict}: {percent(rate.expected)}, "
+            f"{rate.interval} (95 % confidence)"
         )
     if taken:
         yield (

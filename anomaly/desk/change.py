@@ -6,12 +6,12 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from anomaly.calibration.rates import rate_above
+from anomaly.calibration.rates import Rate, rate_above
 from anomaly.calibration.thresholds import ThresholdChange, Thresholds
 from anomaly.datasets.inputs import check_inputs, find_inputs
 from anomaly.datasets.samples import Sample
@@ -117,17 +117,13 @@ class Verdicts:
         """The images of these kinds."""
         return [image for kind in kinds for image in self.compared.get(kind, ())]
 
-    def defects_found(self, limits: Thresholds, defects: Iterable[Sample]) -> dict[str, Any] | None:
-        """Rates of given defects that new thresholds reject and catch; None without a defect."""
+    def defects_found(self, limits: Thresholds, defects: Iterable[Sample]) -> dict[str, Rate]:
+        """Rates of given defects that new thresholds reject and catch; empty without a defect."""
         given = {defect.path for defect in defects}
         scores = [image.scores[1] for image in self.of(DEFECTS) if image.sample.path in given]
-        if not scores:
-            return None
         chosen = limits.label != "calibrated"  # set by hand, perhaps with these defects in view
-        return {
-            verdict: asdict(rate_above(scores, value, chosen=chosen))
-            for verdict, value in (("rejected", limits.image), ("caught", limits.review))
-        }
+        borders = {"rejected": limits.image, "caught": limits.review} if scores else {}
+        return {name: rate_above(scores, value, chosen=chosen) for name, value in borders.items()}
 
     @property
     def refusal(self) -> str:

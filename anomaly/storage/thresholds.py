@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from anomaly.calibration.rates import Rate
 from anomaly.calibration.thresholds import GoodScores, Threshold, Thresholds
 from anomaly.errors import DataError, ModelError
 from anomaly.files.writing import as_json, from_json
@@ -165,7 +166,7 @@ def changes_with(
     asked: Mapping[str, Any],
     after: Thresholds,
     images: Mapping[str, Mapping[str, str]],
-    defects_found: Mapping[str, Any] | None,
+    defects_found: Mapping[str, Rate],
 ) -> tuple[Mapping[str, Any], ...]:
     """The changes of a model's thresholds since loading, and one more, for its history.
 
@@ -174,7 +175,7 @@ def changes_with(
         asked: options of the command that made the change, with their values.
         after: the new thresholds.
         images: sha256 of the images given for the change, by kind (good, defects) and name.
-        defects_found: share of the given defects that is caught; None where none were given.
+        defects_found: rates of the given defects by verdict; empty where none were given.
     """
     before = model.thresholds
     entry = {
@@ -186,7 +187,7 @@ def changes_with(
         "after": after.to_json(),
         "images": {kind: dict(hashes) for kind, hashes in images.items()},
         "left_out": list(after.good.left_out),
-        "defects_found": defects_found,
+        "defects_found": {name: asdict(rate) for name, rate in defects_found.items()} or None,
         "model_before": model.model_id,
     }
     return (*model.changes, entry)

@@ -253,7 +253,7 @@ def test_good_images_that_cannot_count_are_left_out_and_said(
         "defects, 1 that are copies of others",
         "text.png",
         f"left out: {cap}: all its pixels",
-        "of 4 defects 4 rejected: 100 %, 40 % to 100 %",
+        "of 4 defects 4 rejected: 100 %, 40 to 100 %",
     ):
         assert says in said
     line = _history(run)[-1]
