@@ -345,7 +345,7 @@ def files_in(folder: Path) -> list[Path]:
     try:
         entries = sorted(folder.iterdir()) if is_folder(folder) else []
     except OSError as error:
-        raise DataError(f"{folder}: can't list this folder ({error.strerror})") from None
+        raise DataError(f"{folder} can't be listed ({error.strerror})") from None
     own = own_outputs(folder, [entry.name for entry in entries])
     return [e for e in entries if e.name not in own and not left_by_system(e.name)]
 

@@ -192,8 +192,8 @@ def _learned_as_good(sample: Sample, name: str) -> DataError:
     """The error of a defect that is also the training image of this name."""
     return DataError(
         f"{sample.path} is labelled as a defect ({sample.defect_type}), but the model has learned "
-        f"it as good ({name}); look at it. If it is a defect, remove it from the training "
-        "images and train again; if it is good, remove it from the defects"
+        f"that it is good, as {name}. If it is a defect, remove it from the training images and "
+        "train again; if it is good, remove it from the defects"
     )
 
 
@@ -266,7 +266,9 @@ def not_learned(model: Model, given: Sequence[Sample]) -> list[Sample]:
     learned = frozenset(model.manifest["training_images"].values())
     samples = [s for s in given if s.is_defect or s.sha256 not in learned]
     if out := len(given) - len(samples):
-        log.warning("the model has learned from %d of %d images; left out", out, len(given))
+        log.warning(
+            "left out: %d of %d images, as the model has learned from them", out, len(given)
+        )
     if given and not samples:
         raise DataError(f"{model.name} has learned from all of these images; give others")
     return samples

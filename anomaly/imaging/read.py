@@ -443,4 +443,4 @@ def list_files(folder: Path, *, warn: bool = True) -> list[Path]:
 
 def _refuse(error: OSError) -> None:
     """Raise a DataError for a folder that can't be listed."""
-    raise DataError(f"{error.filename}: can't list this folder ({why(error)})") from None
+    raise DataError(f"{error.filename} can't be listed ({why(error)})") from None

@@ -81,7 +81,7 @@ def checked(values: Any, kind: type[_T], file: Path) -> _T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "its content"
-        raise ModelError(f"{file}: {where} is missing or can't be what it is; {AGAIN}") from None
+        raise ModelError(f"{file}: {where} is missing, or its value is wrong; {AGAIN}") from None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
         if len(inside) == 1:
             raise ModelError(f"{folder} is a folder of runs that holds one; give that: {first}")
         raise ModelError(
-            f"{folder} holds several models ({', '.join(inside)}); give one of them, {first} say"
+            f"{folder} holds several models ({', '.join(inside)}); give one of them, e.g. {first}"
         )
     if not folder.exists():
         raise ModelError(f"no model at {folder}{like(folder) or '; train one first'}")

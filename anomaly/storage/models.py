@@ -93,7 +93,7 @@ def load_model(
     folder = find_model(folder)
     manifest, export = read_folder(folder)
     if export and (precision == "bf16" or str(device) not in ("auto", "cpu")):
-        raise ModelError(f"{folder} is an exported model, which computes on the CPU and in fp32")
+        raise ModelError(f"{folder} is an exported model, which runs on the CPU in fp32 only")
     config = config_in(folder)
     # Outside the try: a missing engine is no damage, and training again wouldn't help.
     stages = exported_stages(folder, manifest, export, config) if export else None

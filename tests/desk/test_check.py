@@ -277,7 +277,7 @@ def test_a_defect_among_the_training_images(tmp_path: Path) -> None:
 def test_a_defect_that_the_model_has_learned_as_good(run_folder: Path, product: Path) -> None:
     learned = product / "train" / "good" / "003.png"
     test = [*open_dataset("mvtec", product).test, Sample(learned, "x.png", "dent")]
-    with pytest.raises(DataError, match=r"the model has learned it as good \(train/good/003.png\)"):
+    with pytest.raises(DataError, match=r"learned that it is good, as train/good/003\.png\."):
         anomaly.load(run_folder, device="cpu").evaluate(test)
 
 

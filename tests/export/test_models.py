@@ -261,7 +261,7 @@ def test_an_engine_that_is_not_installed_names_its_extra(
 
 def test_a_device_that_an_engine_lacks(bank_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(AnomalyError, match="computes on the CPU"):
+    with pytest.raises(AnomalyError, match="on the CPU in fp32 only"):
         load_model(bank_export, "cuda")
     assert load_model(bank_export).device.type == "cpu"
 

@@ -111,7 +111,7 @@ def test_a_shift(shift: Shift, tmp_path: Path) -> None:
     lines = out.splitlines()[1:-1]
     assert [line.split()[2] for line in lines] == ["good", "good", "unsupported", "reject"]
     assert re.match(r"[\d:]{8} UTC  reject +[\d.]+ = \d+\.\d\d x reject  .*spot.png$", lines[3])
-    assert "line: can't list this folder" in err
+    assert "line can't be listed" in err
     assert "can be listed again" in err
     lines = [json.loads(text) for text in (output / "results.jsonl").read_text().splitlines()]
     assert [one["path"] for one in lines] == [row["path"] for row in rows]
