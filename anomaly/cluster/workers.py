@@ -175,11 +175,9 @@ def joined(address: str, device: str) -> Iterator[Cluster]:
         if not cluster.room():
             if address == _LOCAL:  # which always has a processor
                 raise AnomalyError("Ray finds no GPU on this machine; leave --device cuda out")
-            log.warning(
-                "no machine of the cluster at %s has a free %s; waiting until one joins",
-                address,
-                "GPU" if device == "cuda" else "processor",
-            )
+            kind = "GPU" if device == "cuda" else "processor"
+            problem = "no machine of the cluster at %s has a free %s; waiting until one joins"
+            log.warning(problem, address, kind)
         yield cluster
     finally:
         ray.shutdown()

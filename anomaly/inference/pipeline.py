@@ -464,7 +464,7 @@ class Run:
         elif isinstance(result, Prediction):
             mm = self.model.config.image.mm_per_pixel
             regions = tuple(region_rows(path, pictures.regions, mm))
-            if self.outputs.has_heatmap(result.verdict):
+            if "heatmap" in self.outputs.pictures_of(result.verdict):
                 heatmap = f"{HEATMAPS}/{inputs.pictures[i]}"
             if pictures.small:
                 self.thumbnails.keep(heatmap, bool(result.reason), result.score, pictures.small)

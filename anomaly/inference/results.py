@@ -427,10 +427,6 @@ class Outputs:
             )
         return PictureWriter.of(model, small, self.folder)
 
-    def has_heatmap(self, verdict: str) -> bool:
-        """True if an image with this verdict (empty without one) gets a heatmap."""
-        return "heatmaps" in self.kinds or ("flagged-heatmaps" in self.kinds and verdict != "good")
-
     def pictures_of(self, verdict: str) -> Set[str]:
         """The pictures of an image with this verdict (empty without one).
 
@@ -440,7 +436,7 @@ class Outputs:
         kinds = self.kinds & {"regions", "maps"}
         if "masks" in self.kinds:
             kinds |= {"mask"}
-        if self.has_heatmap(verdict):
+        if "heatmaps" in self.kinds or ("flagged-heatmaps" in self.kinds and verdict != "good"):
             kinds |= {"heatmap", "small"} if "page" in self.kinds else {"heatmap"}
         return kinds
 

@@ -234,10 +234,10 @@ def _fit(
     """
 
     def fitted(images: Container[int]) -> Model:
-        return setup.model(setup.fitter.fit(features.only(images), stages.of("scorer")))
+        return setup.model(setup.fitter.fit(features.only(images), stages.progress("scorer")))
 
     def scored(images: Mapping[int, Sample]) -> tuple[GoodScores, tuple[HeldOutScores, ...]]:
-        part, progress = features.only(images), stages.of("calibration")
+        part, progress = features.only(images), stages.progress("calibration")
         return cross_fit(model, part, setup.fitter, images, progress=progress)
 
     learned = {i: samples[i] for i in sorted(features.facts)}
@@ -437,7 +437,7 @@ class Stages:
         self._progress = progress
         self._last = time.perf_counter()
 
-    def of(self, stage: str) -> Progress:
+    def progress(self, stage: str) -> Progress:
         """A callback for the progress of a stage."""
         return partial(self._progress, stage)
 
@@ -495,7 +495,7 @@ def train(
     images = {i: sample.source for i, sample in enumerate(samples)}
     setup = prepare(config, samples, device)
     stages.end("backbone")
-    compute, computed = features_of or cached_features, stages.of("features")
+    compute, computed = features_of or cached_features, stages.progress("features")
     with compute(setup, images, scratch, computed) as features:
         _check_labels(features, samples, defects, setup.loading.decoding)
         rest()  # ends the decoding processes: the scorer needs their memory
