@@ -340,15 +340,17 @@ def _by_order(state: State, wanted: Mapping[str, Tensor]) -> State:
     Returns:
         The renamed tensors; `state` itself where the two differ in a tensor's kind or shape.
     """
-    keys, names = ([k for k in s if not k.endswith("num_batches_tracked")] for s in (state, wanted))
-    alike = len(keys) == len(names) and all(
-        key.rpartition(".")[2] == name.rpartition(".")[2] and state[key].shape == wanted[name].shape
-        for key, name in zip(keys, names, strict=True)
+    keys, names = (
+        [key for key in tensors if not key.endswith("num_batches_tracked")]
+        for tensors in (state, wanted)
     )
-    return {n: state[k] for k, n in zip(keys, names, strict=True)} if alike else state
+    kinds = [(key.rpartition(".")[2], state[key].shape) for key in keys]
+    if kinds != [(name.rpartition(".")[2], wanted[name].shape) for name in names]:
+        return state
+    return {name: state[key] for key, name in zip(keys, names, strict=True)}
 
 
-# Networks that find most anomalies, the best first, which is that of PatchCore's paper.
+# Networks that find most anomalies, the best first: it is the one of PatchCore's paper.
 _BEST = ("wide_resnet50_2", "resnet50")
 
 
@@ -377,7 +379,7 @@ def backbone_at_hand() -> tuple[str, str]:
 
 
 def networks_on_disk() -> list[str]:
-    """The networks of `_BEST`, and `INSTALLED`, whose weights are on disk; the best first."""
+    """The good networks, `_BEST` and `INSTALLED`, whose weights are on disk; the best first."""
     names = [name for name in _BEST if file_on_disk(_release(name).url)]
     return [*names, INSTALLED] if installed_file() else names
 
@@ -388,12 +390,12 @@ def build(name: str) -> nn.Module:
     Raises:
         ConfigError: no such network.
     """
-    make = backbone_of(name).network
+    backbone = backbone_of(name)
     try:
         with torch.device("meta"), _NoInitialValues():
-            network = make()
+            network = backbone.network()
     except NotImplementedError:  # RegNet computes its widths with tensors
-        network = make().to("meta")
+        network = backbone.network().to("meta")
     return network.eval()
 
 
@@ -412,6 +414,7 @@ class _NoInitialValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+# Functions that fill a tensor with random values.
 _FILL = (
     *(nn.init.normal_, nn.init.uniform_, Tensor.normal_, Tensor.uniform_),
     *(Tensor.erfinv_, Tensor.mul_, Tensor.add_, Tensor.clamp_),  # truncated normal distributions

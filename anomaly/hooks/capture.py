@@ -202,8 +202,8 @@ class Capture:
             self._check_memory(self._max_bytes)
         if last and not self._running:
             raise LayerError(
-                "the network was called itself, and stop=True ends only passes that the "
-                "capture runs: call captured.run(...) instead"
+                "with stop=True the capture has to run the network: call captured.run(...) instead "
+                "of the network"
             )
         if last:
             raise _Stopped(self)

@@ -29,7 +29,7 @@ from anomaly.backbones.extractor import (
 from anomaly.backbones.layers import DryRun, describe, truncate, truncate_again
 from anomaly.backbones.networks import build, load_state, read_weights
 from anomaly.errors import LayerError
-from anomaly.hooks import capture, live_hooks
+from anomaly.hooks import capture
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput
 from anomaly.storage import models as checkpoint
@@ -279,14 +279,6 @@ def test_what_onednn_would_pad_otherwise_is_left_alone() -> None:
         network = nn.Sequential(convolution, nn.ReLU())
         assert fused(network, [])[0] is convolution
         assert isinstance(network[1], nn.ReLU)
-
-
-def test_maps_carry_layer_and_stride_and_no_hook_stays() -> None:
-    hooked = extractor("mobilenet_v2", ["features.3", "features.6"])
-    maps = hooked(torch.rand(2, 3, 64, 96))
-    assert [tuple(values.shape) for values in maps] == [(2, 24, 16, 24), (2, 32, 8, 12)]
-    assert (hooked.layers, hooked.strides) == (("features.3", "features.6"), (4, 8))
-    assert live_hooks(hooked.network) == 0
 
 
 def test_a_planted_mark_is_at_its_pixel() -> None:
