@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import TypeVar
@@ -92,9 +92,9 @@ class NetworkInput:
         sha256: hex digest of the file's bytes.
         view: the view by which `pixels` was rendered; with tiles, the view of all.
         pixels: (H, W, 3) float32 RGB in [0, 1]; empty if `view` has tiles.
-        render: renders another view of the image.
         path: the file; None for pixels that came from memory.
-        image: the decoded file; None if it stayed in another process.
+        image: the decoded image; None if it stayed in another process.
+        keep_image: hand the decoded image over to the prediction; False if only tiles need it.
         tile: row and column of this tile; (0, 0) for a whole image.
         whole: view of all tiles; None for a whole image.
         turn: way in which the rendered pixels were turned, 0 to 7, see `turned`.
@@ -105,9 +105,9 @@ class NetworkInput:
     sha256: str
     view: View
     pixels: NDArray[np.float32]
-    render: Callable[[View], NDArray[np.float32]]
     path: Path | None = None
     image: Image | None = None
+    keep_image: bool = True
     tile: tuple[int, int] = (0, 0)
     whole: View | None = None
     turn: int = 0
@@ -120,7 +120,7 @@ class NetworkInput:
 
     @property
     def decoded(self) -> Image:
-        """The decoded file.
+        """The decoded image.
 
         Raises:
             ValueError: another process has it.
@@ -141,8 +141,7 @@ class NetworkInput:
             return self
         pixels = pose.part(self.decoded.pixels, *map(slice, (0, 0), pose.size))
         image = replace(self.decoded, pixels=pixels)
-        view = replace(self.view, pose=None)
-        return replace(self, view=view, image=image, render=partial(paint, self.name, image))
+        return replace(self, view=replace(self.view, pose=None), image=image)
 
     def tiles(self, batch_size: int) -> Iterator[list[NetworkInput]]:
         """Tiles of a large image, rendered a batch at a time; the image itself if it has none."""
@@ -157,7 +156,7 @@ class NetworkInput:
     def tile_at(self, row: int, column: int) -> NetworkInput:
         """One tile of a large image, rendered."""
         view = self.view.tile_at(row, column)
-        pixels = self.render(view)
+        pixels = paint(self.name, self.decoded, view)
         return replace(self, view=view, pixels=pixels, tile=(row, column), whole=self.view)
 
 
@@ -208,10 +207,9 @@ def load(
             loading.region.inside(image.size, slice(0, 1))  # raises where it doesn't fit
         if loading.reference is not None:
             view = replace(view, pose=loading.reference.pose(image))
-        render = partial(paint, name, image)
-        pixels = render(view) if view.whole else NO_PIXELS
+        pixels = paint(name, image, view) if view.whole else NO_PIXELS
         look = look_of(image) if looks else None
-        return NetworkInput(index, image.sha256, view, pixels, render, path, image, look=look)
+        return NetworkInput(index, image.sha256, view, pixels, path, image, look=look)
     except Exception as error:  # one image mustn't end a shift
         return to_unusable(index, name, error)
 

@@ -29,14 +29,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import cv2
-import numpy as np
-from numpy.typing import NDArray
 
 from anomaly.errors import AnomalyError, ImageError, OutputError, why
 from anomaly.imaging import read
@@ -45,7 +42,6 @@ from anomaly.imaging.loading import (
     Preprocessing,
     UnusableImage,
     load,
-    paint,
     to_unusable,
 )
 from anomaly.imaging.read import Image, described
@@ -77,7 +73,7 @@ class Decoders:
         loading: preprocessing from files to network inputs.
         pictures: object whose method `write` draws a decoded image; it travels to the processes,
             pickled. None if nothing is drawn.
-        keep_image: hand over the decoded image with the network's input.
+        keep_image: hand the decoded image over to the prediction.
         looks: add the image's `Look` to each network input.
         number: number of the task, which tells its images from those of other tasks.
     """
@@ -164,10 +160,8 @@ class Decoders:
         answer = process.ask(self, name, index, source, *arguments)
         if isinstance(answer, ImageError):
             return UnusableImage(index, answer.status, f"{described(index, source)}: {answer}")
-        if isinstance(answer, NetworkInput) and answer.image is not None:
-            # Tiles are rendered from the image, even where the image itself isn't handed over.
-            render = partial(paint, answer.name, answer.image)
-            return replace(answer, render=render, image=answer.image if self.keep_image else None)
+        if isinstance(answer, NetworkInput):
+            return replace(answer, keep_image=self.keep_image)
         return answer
 
     def forget(self, index: int) -> None:
@@ -524,7 +518,7 @@ class Worker:
             while held > _KEPT_BYTES and len(self._kept) > 1:
                 held -= self._kept.pop(next(iter(self._kept))).pixels.nbytes
         handed = self._task.keep_image or not loaded.view.whole
-        return replace(loaded, image=loaded.image if handed else None, render=_elsewhere)
+        return replace(loaded, image=loaded.image if handed else None)
 
     def finish(self, index: int, source: Path | bytes, *arguments: Any) -> Any:
         """Draw the pictures of an image, which is read again if it wasn't kept, and forget it."""
@@ -539,8 +533,3 @@ class Worker:
             raise
         except Exception as error:
             return to_unusable(index, described(index, source), error)
-
-
-def _elsewhere(view: Any) -> NDArray[np.float32]:
-    """Stand-in for `NetworkInput.render` where another process has the image; always raises."""
-    raise ValueError(f"{view} can't be rendered: the image was decoded in another process")

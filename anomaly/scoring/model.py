@@ -460,7 +460,7 @@ class Model(ImageStages):
             index=item.index,
             path=item.path,
             sha256=item.sha256,
-            image=item.image,
+            image=item.image if item.keep_image else None,
             view=item.view,
             patch_scores=scored.patches,
             nearest=scored.nearest,

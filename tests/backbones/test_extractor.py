@@ -336,7 +336,7 @@ def test_what_is_no_grid_is_refused() -> None:
 def test_images_are_normalised_and_laid_out_for_the_network() -> None:
     view = Sizing(32, None, 32, 32).view((32, 32))
     pixels = np.random.default_rng(0).random((3, 32, 32, 3), dtype=np.float32)
-    batch = [NetworkInput(i, "", view, each, lambda _: pixels) for i, each in enumerate(pixels)]
+    batch = [NetworkInput(i, "", view, each) for i, each in enumerate(pixels)]
     images = network_input(batch, NORMALISE, CPU)
     normal = (pixels.astype(np.float64) - NORMALISE.mean) / NORMALISE.std
     torch.testing.assert_close(images, torch.from_numpy(normal.transpose(0, 3, 1, 2)).float())

@@ -146,7 +146,7 @@ def test_batches_of_large_arrays_are_small() -> None:
         assert isinstance(item, NetworkInput)
         for index in itertools.count():
             image = Image(pixels, 255.0, "rgb8", "")
-            yield NetworkInput(index, "", item.view, item.pixels, item.render, image=image)
+            yield NetworkInput(index, "", item.view, item.pixels, image=image)
 
     first = next(by_shape(arrivals(), 32))
     assert isinstance(first, list)

@@ -101,6 +101,5 @@ def test_a_list_without_whole_batches_is_split_into_the_others(
 def _item(index: int, size: tuple[int, int] | None) -> NetworkInput | UnusableImage:
     if size is None:
         return UnusableImage(index, "unreadable", "")
-    return NetworkInput(
-        index, "", SimpleNamespace(size=size, whole=True), NO_PIXELS, NO_PIXELS.view
-    )  # type: ignore[arg-type]
+    view = SimpleNamespace(size=size, whole=True)
+    return NetworkInput(index, "", view, NO_PIXELS)  # type: ignore[arg-type]
