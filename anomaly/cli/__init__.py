@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 from anomaly.cli.commands import COMMANDS, overview
@@ -110,12 +110,12 @@ def _report_error(error: Exception, command: str) -> int:
     return 2
 
 
-def execute(arguments: Sequence[str], **more: object) -> int:
+def execute(arguments: Sequence[str], reported: Collection[str] = ()) -> int:
     """Run a command inside another one; its command line is printed first.
 
     Args:
         arguments: the command's name and its options, as typed.
-        more: values of options that can't be typed, by name.
+        reported: reasons for unusable files that were printed already, so the command needn't.
 
     Returns:
         The command's exit code.
@@ -125,7 +125,7 @@ def execute(arguments: Sequence[str], **more: object) -> int:
     """
     log.info("\n$ anomaly %s", command_line(arguments))
     options = _parse(arguments)
-    vars(options).update(more)
+    options.reported = reported
     return _run_of(options.command)(options)
 
 

@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NAMED = 3  # images left out that a message names; train.json has all
-
 
 def run_train(options: argparse.Namespace) -> int:
-    """Train a model; 0 done, 3 done without some unusable images."""
+    """Train a model and write the run.
+
+    Returns:
+        0 done, 3 done without some unusable images.
+    """
     config = load_config(options.config, options.overrides)
     output: Path = options.output or Path("runs") / config.name
     data = config.data
@@ -44,9 +46,9 @@ def run_train(options: argparse.Namespace) -> int:
         with ExitStack() as opened:
             features_of = None
             if options.ray is not None:
-                joined = annex("cluster.workers").joined(options.ray, device.type)
-                cluster = opened.enter_context(joined)
-                features_of = partial(annex("cluster.workers").cluster_features, cluster)
+                workers = annex("cluster.workers")
+                cluster = opened.enter_context(workers.joined(options.ray, device.type))
+                features_of = partial(workers.cluster_features, cluster)
             training, summary = train_run(
                 config,
                 dataset,
@@ -86,12 +88,10 @@ def _report(summary: dict[str, Any], output: Path, model: Model, reported: Conta
         print("\n".join(thresholds.lines()))
     _report_patch_size(summary)
     if summary["left_out"]:
-        names = summary["stand_out"]
         log.info(
-            "left out of training, because they look unlike all other images: %s%s. If they are "
-            "good, train with --set model.leave_out_suspects=false",
-            some([*names], most=_NAMED),
-            ", train.json names all" if len(names) > _NAMED else "",
+            "left out of training, because they look unlike all other images: %s (see train.json). "
+            "If they are good, train with --set model.leave_out_suspects=false",
+            some([*summary["stand_out"]]),
         )
     for line in weakness_lines(training_weaknesses(Run(model, output, summary))):
         log.info(line)
