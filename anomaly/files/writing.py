@@ -91,7 +91,7 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
         names: the names of all its files and subfolders.
     """
     own: set[str] = set()
-    if "model" in names and is_model(folder / "model", (_MANIFEST,)):
+    if "model" in names and is_model(folder / "model"):
         own.update((*TRAIN, "images.csv"))
     if "golden" in names and (folder / "golden" / GOLDEN).is_file():
         own.add("golden")
@@ -142,9 +142,9 @@ def _asked_for(folder: Path) -> Collection[str]:
     return FOLDERS
 
 
-def is_model(folder: Path, names: Collection[str]) -> bool:
-    """True if a folder that holds entries of these names is a model folder."""
-    return _MANIFEST in names and b'"anomaly-model/' in _head(folder / _MANIFEST)
+def is_model(folder: Path) -> bool:
+    """True if a folder is a model folder, by its manifest."""
+    return b'"anomaly-model/' in _head(folder / _MANIFEST)
 
 
 def _head(file: Path) -> bytes:
@@ -312,8 +312,7 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
                 f"{folder} is a file, but results need a folder; give another --output"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        entries = [file.name for file in folder.iterdir()]
-        if is_model(folder, entries):
+        if is_model(folder):
             raise OutputError(
                 f"{folder} is a model folder, where nothing else can be written; give another "
                 "--output"
@@ -326,7 +325,7 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
                 f"{listed} {exist} already; give another --output or add --overwrite "
                 "(overwrite=True)"
             )
-        own = own_outputs(folder, entries) if present else ()
+        own = own_outputs(folder, [path.name for path in folder.iterdir()])
         for path in filter(Path.is_dir, present):
             if (kept := _others(path, is_own=path.name in own)) is not None:
                 raise OutputError(

@@ -421,7 +421,7 @@ def list_files(folder: Path, *, warn: bool = True) -> list[Path]:
     files: list[Path] = []
     for root, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         place, entries = Path(root), [*folders, *names]
-        if place != folder and is_model(place, entries):
+        if place != folder and is_model(place):
             skipped.append(place)
             folders.clear()
             continue

@@ -298,8 +298,8 @@ def claim_model(folder: Path, *, overwrite: bool) -> None:
         raise OutputError(
             f"{folder} exists already; give another --output or add --overwrite (overwrite=True)"
         )
-    names = {file.name for file in folder.iterdir()} if folder.is_dir() else None
-    if names is None or (names and not is_model(folder, names)):
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if not (is_empty or is_model(folder)):
         raise OutputError(
             f"{folder} isn't a model, so it isn't replaced; move it away or give another --output"
         )
