@@ -326,7 +326,6 @@ def check_pixels(model: Model) -> None:
         ModelError: the model is such a one; the message gives the reason.
     """
     config = model.config
-    why = ""
     if config.image.tile is not None:
         why = "it cuts images into tiles (image.tile)"
     elif model.reference is not None:
@@ -337,8 +336,9 @@ def check_pixels(model: Model) -> None:
         why = "the size of regions decides its image score (model.smallest_defect)"
     elif model.thresholds is None:
         why = "it has no thresholds (set them with anomaly calibrate)"
-    if why:
-        raise ModelError(f"this model can't be a graph from pixels to the verdict: {why}")
+    else:
+        return
+    raise ModelError(f"this model can't be a graph from pixels to the verdict: {why}")
 
 
 class PixelsToVerdict(nn.Module):

@@ -272,8 +272,7 @@ class CachedFeatures(PatchSet):
 
     def statistics_of(self, images: Sequence[int]) -> list[ImageStatistics]:
         """The statistics of images, each as a whole."""
-        known = (self.facts[i].statistics for i in images)
-        return [statistics for statistics in known if statistics is not None]
+        return [whole for i in images if (whole := self.facts[i].statistics) is not None]
 
     def __iter__(self) -> Iterator[PatchBatch]:
         views = self.views
