@@ -95,16 +95,14 @@ class Explanation:
     def facts(self) -> dict[str, Any]:
         """The content of explanation.json: plain values, and the pictures' file names."""
         prediction, limits = self.prediction, self.prediction.thresholds
-        facts: dict[str, Any] = {
+        of_model = {"threshold": limits.image, "threshold_label": limits.label} if limits else {}
+        return {
             "image": prediction.name,
             "model_id": self.model["model id"],
             "image_score": prediction.score,
             "verdict": prediction.verdict,
             "reason": prediction.reason,
-        }
-        if limits is not None:
-            facts |= {"threshold": limits.image, "threshold_label": limits.label}
-        return facts | {
+            **of_model,
             "regions": list(map(asdict, self.regions)),
             "patches": self.patches,
             "pictures": [f"{name}.png" for name in self.pictures],
