@@ -116,7 +116,7 @@ def _pictures(model: Model, prediction: Prediction, worst: NetworkInput) -> dict
         prediction: prediction for the image.
         worst: the image, or its worst tile.
     """
-    extractor, network_picture = model.extractor, saliency.picture_of(worst)
+    extractor, network_picture = model.extractor, saliency.levels(worst.pixels)
     maps = saliency.feature_map_pictures(
         extractor.network,
         network_input([worst], model.normalise, model.device)[0],

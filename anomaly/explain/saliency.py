@@ -20,7 +20,6 @@ from anomaly.backbones.extractor import layout_of
 from anomaly.errors import AnomalyError, LayerError
 from anomaly.hooks import HookSet, capture
 from anomaly.hooks.paths import Selector, match, resolve
-from anomaly.imaging.loading import NetworkInput
 from anomaly.maps.heatmap import RgbImage
 
 
@@ -124,7 +123,7 @@ def feature_map_pictures(
     maps = {layer: map_of(output, size, layer)[0] for layer, output in outputs.items()}
     if picture is None and len(image) in (1, 3):
         pixels = image.detach().expand(3, -1, -1).cpu().float().numpy()
-        picture = _levels(_stretched(pixels).transpose(1, 2, 0))
+        picture = levels(_stretched(pixels).transpose(1, 2, 0))
     return {
         layer: feature_map_picture(values.float().cpu().numpy(), layer, picture, n_channels)
         for layer, values in maps.items()
@@ -189,7 +188,7 @@ def pca_rgb(values: NDArray[Any]) -> RgbImage:
         component = left[:, i] * (1.0 if left[np.abs(left[:, i]).argmax(), i] >= 0 else -1.0)
         low, high = np.percentile(component, [1, 99])
         rgb[:, i] = np.clip((component - low) / max(high - low, 1e-12), 0, 1)
-    return _levels(rgb.reshape(height, width, 3))
+    return levels(rgb.reshape(height, width, 3))
 
 
 def _stretched(values: NDArray[Any]) -> NDArray[Any]:
@@ -198,8 +197,8 @@ def _stretched(values: NDArray[Any]) -> NDArray[Any]:
     return (values - low) / max(high - low, 1e-30)
 
 
-def _levels(unit: NDArray[Any]) -> NDArray[np.uint8]:
-    """Values in [0, 1] as 8-bit levels."""
+def levels(unit: NDArray[Any]) -> NDArray[np.uint8]:
+    """Values in [0, 1] as 8-bit levels, such as a network's input (H, W, 3) as a picture."""
     return np.ascontiguousarray(np.rint(unit * 255).astype(np.uint8))
 
 
@@ -250,9 +249,8 @@ def saliency_map(gradient: Tensor) -> NDArray[np.float32]:
         (H, W) in [0, 1].
     """
     strongest = gradient.detach().abs().amax(dim=0).float().cpu().numpy()
-    top = float(np.percentile(strongest, 99.5))
-    if top == 0:  # fewer than 0.5 % of the pixels have a gradient
-        top = float(strongest.max()) or 1.0
+    # The percentile is 0 where fewer than 0.5 % of the pixels have a gradient.
+    top = float(np.percentile(strongest, 99.5)) or float(strongest.max()) or 1.0
     return np.asarray(np.clip(strongest / top, 0, 1), np.float32)
 
 
@@ -297,8 +295,7 @@ def grad_cam(
     weights = gradients.mean(dim=(2, 3), keepdim=True)  # eq. 1
     evidence = functional.relu((weights * maps).sum(dim=1, keepdim=True)).detach()  # eq. 2
     cam = functional.interpolate(evidence.float(), image.shape[1:], mode="bilinear")[0, 0]
-    strongest = float(cam.max())
-    return np.asarray((cam / strongest if strongest > 0 else cam).cpu().numpy(), np.float32)
+    return np.asarray((cam / (float(cam.max()) or 1.0)).cpu().numpy(), np.float32)
 
 
 def _class_score(output: object, target_class: int | None) -> Tensor:
@@ -325,11 +322,6 @@ BACKGROUND = 255
 _INK = (40, 40, 40)
 
 
-def picture_of(item: NetworkInput) -> RgbImage:
-    """The network's input before it is normalised, (H, W, 3) RGB."""
-    return _levels(item.pixels)
-
-
 def colored(values: NDArray[Any]) -> RgbImage:
     """Finite numbers (H, W) as colours (H, W, 3): viridis, from dark blue (lowest) to yellow."""
     return _mapped(_stretched(values), cv2.COLORMAP_VIRIDIS)
@@ -337,7 +329,7 @@ def colored(values: NDArray[Any]) -> RgbImage:
 
 def _mapped(unit: NDArray[Any], colours: int) -> RgbImage:
     """Values (H, W) in [0, 1] in the colours (H, W, 3) RGB of an OpenCV colour map."""
-    return np.asarray(cv2.applyColorMap(_levels(unit), colours)[..., ::-1], np.uint8)
+    return np.asarray(cv2.applyColorMap(levels(unit), colours)[..., ::-1], np.uint8)
 
 
 def glowing(picture: RgbImage, values: NDArray[Any]) -> RgbImage:

@@ -148,11 +148,9 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
             )
         return model
     if inside := _models_inside(folder):
-        first = folder / inside[0]
-        if len(inside) == 1:
-            raise ModelError(f"{folder} is a folder of runs that holds one; give that: {first}")
         raise ModelError(
-            f"{folder} holds several models ({', '.join(inside)}); give one of them, e.g. {first}"
+            f"{folder} is a folder of runs ({', '.join(inside)}); give one of them, e.g. "
+            f"{folder / inside[0]}"
         )
     if not folder.exists():
         raise ModelError(f"no model at {folder}{like(folder) or '; train one first'}")

@@ -70,7 +70,7 @@ def test_a_model_that_was_copied_by_halves_is_named(run_folder: Path, tmp_path: 
     (tmp_path / "notes" / "data").mkdir(parents=True)  # no model
     (tmp_path / "notes" / "data" / "train.json").write_text("{}")
     assert find_runs(tmp_path) == [tmp_path / "disc", tmp_path / "plate"]
-    with pytest.raises(ModelError, match=r"holds several models \(disc, plate\); give one of them"):
+    with pytest.raises(ModelError, match=r"is a folder of runs \(disc, plate\); give one of them"):
         anomaly.load(tmp_path)
     half = tmp_path / "half"
     for part in ("train.json", "model/scorer.safetensors", "backbone.safetensors"):

@@ -37,8 +37,8 @@ evaluate --model nowhere --output o -> no model at nowhere
 evaluate --model modle --output o -> did you mean 'model'
 layers --model nowhere -> no model at nowhere
 serve --models nowhere -> no model at nowhere
-infer --model runs --input good --output o -> runs holds several models (e, link, run, two); give
-evaluate --model runs --good good --output o -> runs holds several models
+infer --model runs --input good --output o -> runs is a folder of runs (e, link, run, two); give
+evaluate --model runs --good good --output o -> runs is a folder of runs
 infer --model halves --input good --output o -> half holds parts of a model, but no manifest.json
 serve --models halves -> half holds parts of a model, but no manifest.json
 train --config folder --set mode.kind=padim -> unknown key 'mode'
