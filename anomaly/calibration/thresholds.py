@@ -306,7 +306,6 @@ class Thresholds:
     Attributes:
         to_review: threshold above which an image isn't called good.
         to_reject: threshold above which an image is rejected; at least as high as `to_review`.
-        pixel: anomaly-map value above which a pixel is marked.
         label: origin of the thresholds: `calibrated` or `by hand`.
         good: the scores of good images that rates and bounds are computed from.
 
@@ -316,7 +315,6 @@ class Thresholds:
 
     to_review: Threshold
     to_reject: Threshold
-    pixel: float
     label: str
     good: GoodScores
 
@@ -336,6 +334,11 @@ class Thresholds:
     def review(self) -> float:
         """An image score above this, up to `image`, is for review by a person."""
         return self.to_review.value
+
+    @cached_property
+    def pixel(self) -> float:
+        """Map values above this are marked: as rare among good images as the reject threshold."""
+        return _pixels_at(self.image, self.good)
 
     @cached_property
     def review_pixel(self) -> float:
@@ -460,7 +463,7 @@ def thresholds_from(
     if len(newest):
         least = threshold_for_false_reject_rate(newest, reject_rate).value
         reject = reject.raised(least, good.image)
-    return with_pixels(review, reject, "calibrated", good)
+    return Thresholds(review, reject, "calibrated", good)
 
 
 def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresholds:
@@ -471,21 +474,16 @@ def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresh
     """
     to_review = threshold_at(review, good.image, good.groups)
     to_reject = threshold_at(reject, good.image, good.groups)
-    return with_pixels(to_review, to_reject, "by hand", good)
-
-
-def with_pixels(review: Threshold, reject: Threshold, label: str, good: GoodScores) -> Thresholds:
-    """Thresholds with the pixel threshold that is as rare among good images as the reject one.
-
-    The k-th highest image score corresponds to the k-th highest peak of an anomaly map; between
-    two scores the threshold is linear, outside them proportional. If the image score is the map's
-    peak, both thresholds are equal.
-    """
-    return Thresholds(review, reject, _pixels_at(reject.value, good), label, good)
+    return Thresholds(to_review, to_reject, "by hand", good)
 
 
 def _pixels_at(value: float, good: GoodScores) -> float:
-    """The anomaly map's value that is as rare among good images as an image score."""
+    """The anomaly map's value that is as rare among good images as an image score.
+
+    The k-th highest image score corresponds to the k-th highest peak of an anomaly map; between
+    two scores the value is linear, outside them proportional. If the image score is the map's peak,
+    both are equal.
+    """
     scores, peaks = np.sort(np.array(good.image)), np.sort(np.array(good.peak))
     peak, nearest = np.interp(value, scores, peaks), np.clip(value, scores[0], scores[-1])
     # Between the scores the factor is 1; beyond them the nearest score's peak grows with the value.

@@ -19,7 +19,6 @@ from anomaly.calibration.thresholds import (
     threshold_at,
     thresholds_by_hand,
     thresholds_from,
-    with_pixels,
 )
 from anomaly.datasets.samples import Sample
 from anomaly.desk.change import (
@@ -365,7 +364,7 @@ def thresholds_from_production(
         for threshold in (review, reject)
     )
     taken = {name: sha256 for name, _, _, sha256 in reversed(rows[cut:])}
-    return with_pixels(review, reject, "calibrated", good), taken
+    return Thresholds(review, reject, "calibrated", good), taken
 
 
 def _rate_with_defects(threshold: Threshold, scores: Sequence[float], defects: int) -> Rate:

@@ -85,17 +85,16 @@ def _thresholds(values: Any, scores: Any, files: Sequence[Path]) -> Thresholds:
     """
     written = checked(values, _ThresholdsFile, files[0])
     good = checked(scores, GoodScores, files[1])
-    return Thresholds(written.review, written.reject, written.pixel, written.label, good)
+    return Thresholds(written.review, written.reject, written.label, good)
 
 
 @dataclass(frozen=True)
 class _ThresholdsFile:
-    """The entries of thresholds.json."""
+    """The entries of thresholds.json that are read; the others follow from them and the scores."""
 
     label: Literal["calibrated", "by hand"]
     review: Threshold
     reject: Threshold
-    pixel: float
 
 
 def read_history(folder: Path) -> bytes:

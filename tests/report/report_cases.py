@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +101,7 @@ def case(
 
 def limits(image: float = LIMIT, review: float | None = None) -> Thresholds:
     """Thresholds that some scores lie on; no review zone unless asked for."""
-    good = GoodScores(("a", "b", "c", "d"), (6.0, 7.0, 8.0, 9.0), (6.0, 7.0, 8.0, 9.0), "4 images")
-    low = image if review is None else review
-    return replace(thresholds_by_hand(good, low, image), pixel=LIMIT)
+    scores = (6.0, 7.0, 8.0, 9.0)
+    peak = LIMIT * min(image, 9.0) / image  # so that pixels are marked above LIMIT
+    good = GoodScores(("a", "b", "c", "d"), scores, (peak,) * 4, "4 images")
+    return thresholds_by_hand(good, image if review is None else review, image)
