@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,14 +56,6 @@ _FITTED = 2048
 _ITERATIONS = 2
 
 
-class Index(Protocol):
-    """Finds the nearest bank vectors."""
-
-    def candidates(self, queries: Array, k: int) -> Array:
-        """Indices (Q, k) int64 of the k nearest of queries (Q, D), in any order, 1 <= k <= M."""
-        ...
-
-
 class NearestNeighbors:
     """The k nearest bank vectors and their measured distances.
 
@@ -74,18 +66,17 @@ class NearestNeighbors:
     Args:
         bank: (M, D) float32, a tensor on the device of the queries, or an array.
         method: `exact`, or `faiss` (Flat, CPU), or `ivf` (faiss inverted lists, approximate, CPU).
-        index: the index that finds candidates; None to make one by `method`.
+        index: an exact index of the bank; None to make one by `method`.
     """
 
-    def __init__(self, bank: Array, method: str = "exact", index: Index | None = None) -> None:
+    def __init__(self, bank: Array, method: str = "exact", index: ExactIndex | None = None) -> None:
         self._bank = bank
-        if index is None and method == "exact":
-            index = ExactIndex(bank, is_screened(bank))
-        elif index is None:
-            index = FaissIndex(
-                bank, ExactIndex(bank, screened=False) if method == "faiss" else None
-            )
-        self._index = index
+        self._index: ExactIndex | FaissIndex
+        if index is not None or method == "exact":
+            self._index = index or ExactIndex(bank, is_screened(bank))
+        else:
+            exact = ExactIndex(bank, screened=False) if method == "faiss" else None
+            self._index = FaissIndex(bank, exact)
 
     def of_most(self, bank: Array) -> NearestNeighbors | None:
         """Neighbours in a bank of mostly the same vectors; None where that saves no time."""
@@ -296,7 +287,7 @@ class FaissIndex:
             4 nearest of about 4√M inverted lists, which is approximate.
     """
 
-    def __init__(self, bank: Array, exact: Index | None) -> None:
+    def __init__(self, bank: Array, exact: ExactIndex | None) -> None:
         import faiss  # heavy, and used by few
 
         self._faiss: Any = faiss
@@ -326,7 +317,7 @@ class FaissIndex:
             nearest[short] = self._index.search(rows[short], k, params=every)[1]
         return like(nearest.clip(0), queries)
 
-    def _flat(self, exact: Index, queries: Array, rows: Floats, k: int) -> Array:
+    def _flat(self, exact: ExactIndex, queries: Array, rows: Floats, k: int) -> Array:
         """Indices (Q, k) int64 of the k nearest by faiss; by `exact` where products are ambiguous.
 
         Args:
