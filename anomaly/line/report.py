@@ -49,7 +49,6 @@ _DRIFTED = "The scores have drifted: check lamp, lens and product."
 _Cell: TypeAlias = str | int | float | Rate | None
 _Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
 _HOURLY = timedelta(days=2)  # longest period that is counted by the hour
-_IN_PERIOD = "id IN (SELECT id FROM seen WHERE age = 0)"
 _Promises: TypeAlias = Mapping[str, Promise]  # by the version's id
 
 
@@ -167,7 +166,7 @@ def report(
         known = {version: checked(from_json(line), Promise, record) for version, line in lines}
         promises = known | dict(more or {})
         tables = _tables(db, promises)
-        drifts = dict(_drifts(db, promises))
+        drifts = dict(_drifts(db, promises, period))
         pictures = [_picture(*row) for row in db.execute("SELECT * FROM notable")]
         (odd,) = db.execute("SELECT COUNT (*) FROM seen WHERE age = 0 AND NOT by_score").fetchone()
     about = f"{escape(visible(str(record)))} · local time: {escape(period.zone)} · made {utc_now()}"
@@ -256,11 +255,15 @@ def _cost(counts: Mapping[str, Sequence[Any]], prices: Mapping[str, str]) -> str
     return f"{least}{sum(known):,.2f} {prices.get('currency', '')}".strip()
 
 
-def _drifts(db: sqlite3.Connection, promises: _Promises) -> Iterator[tuple[str, Drift]]:
+def _drifts(
+    db: sqlite3.Connection, promises: _Promises, period: Period
+) -> Iterator[tuple[str, Drift]]:
     """The drift of each model's scores by its latest thresholds, with the version's id."""
     replaced = {i for own, promise in promises.items() for i in promise.same_scores if i != own}
+    times = f"time >= '{in_utc(period.begin)}' AND time < '{in_utc(period.end)}'"
+    in_period = f"id IN (SELECT id FROM parts WHERE {times})"  # by the index of times
     for version, promise in promises.items():
-        drift = Drift(promise.levels, scores_of(db, promise.same_scores, _IN_PERIOD))
+        drift = Drift(promise.levels, scores_of(db, promise.same_scores, in_period))
         if version not in replaced and drift.parts:
             yield version, drift
 

@@ -201,7 +201,8 @@ def test_rows_from_before_a_recalibration_count(
     run_folder: Path, tmp_path: Path, says: Says
 ) -> None:
     run = shutil.copytree(run_folder, tmp_path / "run")
-    found = rows(model_id(run / "model"), [1.0, 1.1, 1.2])
+    found = rows(model_id(run / "model"), [9.0, 1.1, 1.2])
+    found[:2] = [replace(row, group="p") for row in found[:2]]  # views of one part
     (tmp_path / "results.jsonl").write_text(as_jsonl(found))
     for threshold in (7, 8):
         arguments = ["--model", run, "--threshold", threshold, "--yes"]
@@ -214,7 +215,7 @@ def test_rows_from_before_a_recalibration_count(
         return (tmp_path / "report" / "report.html").read_text()
 
     page = drift()
-    assert "above the median" in page
+    assert "above the reject threshold (8): 50 % of 2 parts" in page
     assert page.count("parts flagged") == 1  # what the thresholds of then have promised
     # Scores of before an update are another model's.
     line = {"asked": {"updated": {}}, "model_before": "1" * 16}

@@ -372,6 +372,10 @@ def test_every_model_is_listed_and_scores(
         assert (facts["name"], facts["method"]) == (name, "PatchCore")
         assert any("reject threshold" in line for line in facts["calibration"])
     assert {part["model"] for part in guarded.get("/v1/parts")["parts"]} == {*USABLE}
+    login = base64.b64encode(f"Ada:{TOKEN}".encode()).decode()  # as a browser's user gives it
+    headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
+    judged = guarded.ask("POST", f"/v1/parts/{row['id']}/feedback", b'{"verdict": "good"}', headers)
+    assert json.loads(judged[2])["feedback"]["who"] == "Ada"
     told = re.findall(r'anomaly_parts_total\{model=(".*"),status', "\n".join(guarded.figures()))
     assert {*map(json.loads, told)} == {*USABLE}
     until(lambda: {row["model"] for row in receiver.rows} == {*USABLE})
