@@ -132,13 +132,7 @@ def installed(engine: str, what: str) -> Any:
 
 
 def _onnx(file: Path, threads: int, streams: int) -> Run:
-    """A graph as a function, in ONNX Runtime.
-
-    Args:
-        file: the graph.
-        threads: processor threads, all calls together.
-        streams: number of calls at the same time.
-    """
+    """A graph as a function, in ONNX Runtime; `streams` calls at the same time share `threads`."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -171,7 +165,7 @@ def _stack_of_signals() -> Iterator[None]:
 
 
 def _openvino(file: Path, threads: int, streams: int) -> Run:
-    """A graph as a function, in OpenVINO; arguments are those of `_onnx`."""
+    """A graph as a function, in OpenVINO; `streams` calls at the same time share `threads`."""
     import openvino
 
     with _stack_of_signals():

@@ -116,8 +116,8 @@ def _run_dry(network: nn.Module, height: int, width: int, run: Callable[[Tensor]
 
     Args:
         network: on the meta device, in eval mode.
-        height: the image's H.
-        width: the image's W.
+        height: H.
+        width: W.
         run: the network itself, or the `run` of a capture that stops the pass early.
 
     Raises:
@@ -145,8 +145,8 @@ def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = (
 
     Args:
         network: on the meta device, in eval mode.
-        height: the image's H.
-        width: the image's W.
+        height: H.
+        width: W.
         layers: paths of layers; the pass ends after the last of them. Empty for a whole pass.
     """
     with suppress(LayerError), capture(network, list(layers) or "", stop=True) as captured:
@@ -286,11 +286,11 @@ def describe(extractor: FeatureExtractor) -> dict[str, Any]:
 
 
 def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureExtractor:
-    """The extractor of a description, without dry runs, which import torch's compiler (2 s).
+    """The extractor that a manifest describes, without dry runs (2 s, for torch's compiler).
 
     Args:
         network: on the meta device; truncated in place.
-        described: the result of `describe`, from a manifest.
+        described: the result of `describe`.
 
     Raises:
         Exception: of any type, where the values belong to another network.
@@ -393,11 +393,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _check_wanted(self, paths: Sequence[str], name: str) -> None:
-        """Check that each wanted layer has run once and put out one tensor.
-
-        Raises:
-            LayerError: one of them hasn't.
-        """
+        """Refuse wanted layers that haven't run exactly once or put out several tensors."""
         for path in paths:
             if not self._calls[path]:
                 raise LayerError(f"layer {path!r} of {name} never runs; choose another")

@@ -111,12 +111,7 @@ class Backbone:
         )
 
     def renamed(self, state: State, network: nn.Module) -> State:
-        """The tensors of a weights file by the network's own key names.
-
-        Args:
-            state: tensors by the file's names.
-            network: the whole network, on the meta device.
-        """
+        """A weights file's tensors by the key names of the network, which has no weights yet."""
         return state
 
     def licence(self) -> str | None:
@@ -504,9 +499,6 @@ def load_state(
 
 def _fill_buffers(network: nn.Module) -> None:
     """Compute the buffers that no weights file holds (positions, windows), in place.
-
-    Args:
-        network: a network whose weights are filled in.
 
     Raises:
         ConfigError: a module has no function that computes them.

@@ -126,12 +126,7 @@ def _hash_in(name: str) -> str:
 
 
 def _download(url: str) -> Path:
-    """Download an official file into torch's cache.
-
-    Raises:
-        WeightsError: the server can't be reached or refuses, the file has a wrong hash, or it can't
-            be written.
-    """
+    """Download an official file into torch's cache; returns its path."""
     # Not `torch.hub.load_state_dict_from_url`: it waits for a silent server for ever.
     name, prefix = url.rpartition("/")[2], _hash_in(url)
     target = _downloads() / name
@@ -214,11 +209,7 @@ def read_state(file: Path) -> tuple[State, str]:
 
 
 def _loaded(file: Path) -> Any:
-    """The content of a weights file in either format.
-
-    Raises:
-        Exception: of many types, where the file is damaged.
-    """
+    """The content of a weights file in either format."""
     import torch
     from safetensors.torch import load_file
 
@@ -232,11 +223,7 @@ def _loaded(file: Path) -> Any:
 
 
 def _tensors_of(loaded: Any, file: Path) -> State:
-    """The tensors by name in the content of a weights file.
-
-    Raises:
-        WeightsError: the content isn't a state_dict, and holds none.
-    """
+    """The tensors by name in the content of a weights file; any other content is refused."""
     from torch import Tensor
 
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):

@@ -118,11 +118,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def _explained(error: dict[str, Any]) -> str:
-    """A mistake in words: the key, its value, and the requirement.
-
-    Args:
-        error: the mistake as pydantic describes it.
-    """
+    """A mistake, described by pydantic, in words: the key, its value, and the requirement."""
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
     value = error["input"]
@@ -175,16 +171,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _refuse_unread(key: str, override: str, config: Config) -> None:
-    """Refuse an override that changes nothing; files may hold settings of any method.
-
-    Args:
-        key: the override's dotted key.
-        override: the whole override, for the message.
-        config: the config with all overrides.
-
-    Raises:
-        ConfigError: another method, or another setting, takes this setting's place.
-    """
+    """Refuse an override that changes nothing; files may hold settings of any method."""
     owners, kind = readers(key), config.model.kind
     if owners and kind not in owners:
         raise ConfigError(
@@ -228,11 +215,7 @@ def _first_file(name: Path, places: Iterable[Path]) -> Path | None:
 
 
 def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """The settings in a YAML file and its bases.
-
-    Args:
-        file: the file.
-        seen: the files that are built on this one.
+    """The settings in a YAML file and its bases; `seen` are the files built on this one.
 
     Raises:
         ConfigError: a file can't be read or is no YAML mapping; a base isn't there, or leads back.
@@ -262,11 +245,7 @@ def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _mapping(values: Any, where: str) -> Any:
-    """The values, which have to be a mapping.
-
-    Raises:
-        ConfigError: they are none.
-    """
+    """The values; anything but a mapping is refused."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must hold `key: value` lines, not a {type(values).__name__}")
     return values
@@ -316,11 +295,7 @@ class _Loader(yaml.SafeLoader):
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node of the text, as from yaml.SafeLoader.
-
-        Raises:
-            _RefusedError: it is an alias, or a mapping that holds a key twice.
-        """
+        """The next node of the text; an alias and a key given twice are refused."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
@@ -339,11 +314,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def number(self, node: yaml.ScalarNode) -> float:
-        """The number of a node. In YAML 010 is 8, and 1:30 is 90.
-
-        Raises:
-            _RefusedError: the number is written in such a form, or has too many digits.
-        """
+        """The number of a node; misleading forms are refused: in YAML 010 is 8, 1:30 is 90."""
         text = node.value
         if re.match(r"[-+]?0[0-9_xb]|.*:", text) or len(text) > _MOST_DIGITS:
             raise _RefusedError(
@@ -376,11 +347,7 @@ _TEXTS = ("name", "data.root", "data.category", "backbone.name", "backbone.weigh
 
 
 def _read_override(override: str) -> tuple[str, Any]:
-    """The dotted key and the value of an override.
-
-    Raises:
-        ConfigError: it isn't `key=value`, or the value isn't YAML.
-    """
+    """The dotted key and the value of an override; one without both is refused."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(

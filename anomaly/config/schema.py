@@ -55,11 +55,7 @@ METHODS = {
 
 
 def readers(key: str) -> list[str]:
-    """Names of the methods that alone read a setting; empty where all methods read it.
-
-    Args:
-        key: the setting's dotted key.
-    """
+    """Names of the methods that alone read a setting, by its dotted key; empty if all do."""
     section, _, name = key.rpartition(".")
     return [kind for kind, m in METHODS.items() if section == "model" and name in m.settings]
 
@@ -192,11 +188,7 @@ class BackboneConfig(_Section):
 
 
 def _known_method(kind: str) -> str:
-    """The name of a method, which other packages may have registered.
-
-    Raises:
-        ValueError: there is no such method.
-    """
+    """The name of a method; an unknown one is refused. Other packages may register methods."""
     if kind not in METHODS:
         raise ValueError(f"model.kind is {kind!r}: must be {' or '.join(map(repr, METHODS))}")
     return kind

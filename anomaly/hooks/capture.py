@@ -184,9 +184,6 @@ class Capture:
 
         Returns:
             With `grad`, a copy of the output for the layers behind; else None.
-
-        Raises:
-            LayerError: the output holds no tensor, is too large, or can't be kept as asked.
         """
         if threading.get_ident() != self._thread:  # another thread runs the shared network
             return None
@@ -224,11 +221,7 @@ class Capture:
         return _Kept(name, tensor, None if tensor.is_inference() else tensor._version)
 
     def _check_memory(self, limit: int) -> None:
-        """Check that all tensors kept take at most so many bytes.
-
-        Raises:
-            LayerError: they take more.
-        """
+        """Refuse to keep tensors of more than so many bytes in all."""
         outputs = chain.from_iterable(chain.from_iterable(self._calls.values()))
         held = sum(kept.tensor.nbytes for kept in outputs)
         if held > limit:
@@ -249,25 +242,14 @@ class _Stopped(BaseException):
 
 
 class _Kept(NamedTuple):
-    """A tensor of an output that is kept.
-
-    Attributes:
-        name: the layer's path, and the place inside its output, see `named_tensors`.
-        tensor: the tensor.
-        version: PyTorch's count of changes in place when it was kept; None where they aren't
-            watched.
-    """
+    """A tensor that is kept, its name, and PyTorch's count of its changes in place, if watched."""
 
     name: str
     tensor: Tensor
     version: int | None
 
     def checked(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            LayerError: it was changed in place since it was kept.
-        """
+        """The tensor; one that was changed in place since it was kept is refused."""
         if self.version is not None and self.tensor._version != self.version:
             raise LayerError(
                 f"the output of {self.name!r} was overwritten in place by a later layer: "

@@ -47,10 +47,7 @@ class _BackwardGates(threading.local):
     ) -> tuple[Any, ...] | None:
         """Put the gate at the layer's input, as a forward-pre hook; keyword tensors pass it, too.
 
-        Args:
-            module: the layer.
-            inputs: its positional inputs.
-            kwargs: its keyword inputs; None in a global hook, to which PyTorch doesn't give them.
+        PyTorch gives no `kwargs` to global hooks.
 
         Returns:
             The inputs for the layer, and with `kwargs` the pair (inputs, keyword inputs); None
@@ -304,13 +301,9 @@ class HookSet:
         ]
 
     def _register(self, event: Event, call: Hook, before: _Register, after: _Register) -> Handle:
-        """Register a hook; a backward hook is a pair of hooks before and after the layer.
+        """Register a hook by PyTorch's functions for forward-pre and forward hooks.
 
-        Args:
-            event: the event to call the hook for.
-            call: the hook with its further arguments.
-            before: PyTorch's function that registers a forward-pre hook.
-            after: PyTorch's function that registers a forward hook.
+        A backward hook is a pair of them, before and after the layer.
         """
         if event == "forward":
             return self._add(after(Attached(call)))
@@ -320,18 +313,14 @@ class HookSet:
         return self._add(before(Attached(gates.enter)), after(Attached(gates.leave)))
 
     def _add(self, *parts: RemovableHandle) -> Handle:
-        """The handle of a hook that was just registered; the set remembers it."""
+        """The handle of a new hook, which the set remembers."""
         handle = Handle(parts)
         self._handles.append(handle)
         return handle
 
 
 def _check_tensor(value: object) -> None:
-    """Check that a value is a tensor.
-
-    Raises:
-        LayerError: it isn't.
-    """
+    """Refuse a value that is no tensor."""
     if not isinstance(value, Tensor):
         raise LayerError(
             f"{value!r} is no tensor: give one, such as model.fc.weight; layers are hooked by name "
@@ -340,16 +329,7 @@ def _check_tensor(value: object) -> None:
 
 
 def _check_call(hook: Hook, arguments: Sequence[str], further: _Further) -> None:
-    """Check that a hook can be called, which would otherwise fail in the middle of a pass.
-
-    Args:
-        hook: the function.
-        arguments: names of the arguments that PyTorch gives it.
-        further: further arguments.
-
-    Raises:
-        LayerError: it takes other arguments.
-    """
+    """Refuse a hook that takes other arguments: it would fail in the middle of a pass."""
     extra, named = further
     try:
         signature = inspect.signature(hook)
@@ -367,10 +347,9 @@ def _check_call(hook: Hook, arguments: Sequence[str], further: _Further) -> None
 def _with_extra(hook: Hook, arguments: Sequence[str], further: _Further) -> Hook:
     """A function that gives a hook PyTorch's arguments, then its extra ones.
 
-    It refuses changes in place of the tensors shown to the hook. Other layers may hold the same
+    Changes in place of the tensors shown to the hook are refused: other layers may hold the same
     tensor (a residual connection, a ReLU that keeps its output for the backward pass, autograd's
-    own sums). Tensors made under `torch.inference_mode` don't count their changes, so such changes
-    go unnoticed.
+    own sums). Under `torch.inference_mode` tensors don't count their changes.
 
     Raises:
         LayerError: the hook takes other arguments; or, once called, it has changed a tensor.

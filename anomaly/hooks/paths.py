@@ -180,17 +180,13 @@ def _names(model: nn.Module) -> Iterable[str]:
 def _refuse_unhookable(
     model: nn.Module, module: nn.Module, path: str, pattern: Selector = ""
 ) -> None:
-    """Refuse a module that runs past its hooks, such as compiled or scripted code.
+    """Refuse a module whose hooks would never be called, such as compiled or scripted code.
 
     Args:
         model: the network.
         module: the network itself or a layer of it.
         path: the layer's path; empty for the network.
-        pattern: the pattern that names the layer, perhaps among others: skipped in silence, it
-            would be missed.
-
-    Raises:
-        LayerError: its hooks would never be called.
+        pattern: the pattern that names the layer, perhaps among others.
     """
     if reason := _unhookable(module):
         name = f"layer {path!r} of {type(model).__name__}" if path else type(model).__name__
