@@ -27,7 +27,7 @@ def test_each_step_is_a_command_and_a_failing_one_ends_it(
     codes = iter([0] * 3 + [3])
 
     def execute(arguments: Sequence[str]) -> int:
-        cli._parser(arguments[0]).parse_args(arguments)  # exits where it can't
+        cli._parser(arguments[0]).parse_args(arguments[1:])  # exits where it can't
         steps.append(arguments)
         return next(codes)
 
