@@ -61,41 +61,58 @@ def run_infer(options: argparse.Namespace) -> int:
             watch=options.watch, resume=options.resume, overwrite=options.overwrite
         )
         # A first signal lets the images in hand finish, so that --resume can go on.
-        with Stopping() as stop, ExitStack() as opened:
-            # Decoding processes start while torch is imported.
-            warm_up(len(inputs.paths) if inputs else cores())
-            model = load_model(options.model, options.device)
-            folders = sorted(str(folder.absolute()) for folder in options.input)
-            read = {"list of images": inputs.sha256} if inputs else {"folders": folders}
-            about = outputs.about(model, read)
-            if is_complete:
-                code = RunJournal.finished(options.output, about)
-                print(f"the run in {options.output} is complete; there is nothing to resume")
-                return code
+        with Stopping() as stop:
+            return _score(options, inputs, outputs, stop, is_complete=is_complete)
 
-            def stopped() -> bool:
-                return stop.signal is not None
 
-            predict = None
-            if options.ray is not None:
-                workers = annex("cluster.workers")
-                cluster = opened.enter_context(workers.joined(options.ray, model.device.type))
-                predict = partial(workers.predict, cluster, model, stopped)
-            if not options.resume:  # only now: until here a refusal leaves earlier results alone
-                outputs.clear(model)
-            thumbnails = Thumbnails(len(inputs.paths) if inputs else SHOWN)
-            decoders = Decoders(model.loading, outputs.pictures(model, thumbnails.pixels))
+def _score(
+    options: argparse.Namespace,
+    inputs: Images | None,
+    outputs: Outputs,
+    stop: Stopping,
+    *,
+    is_complete: bool,
+) -> int:
+    """Load the model and score until all is done or a signal comes; returns the exit code.
 
-            def scoring(record: Journal) -> Run:
-                return Run(model, outputs, record, decoders, stopped, thumbnails, predict)
+    Args:
+        options: the command's options.
+        inputs: the images of --input; None to watch its folders.
+        outputs: the output folder, and the kinds of files written there.
+        stop: the command's signals.
+        is_complete: the output folder holds a complete run already, which --resume names.
+    """
+    # Decoding processes start while torch is imported.
+    warm_up(len(inputs.paths) if inputs else cores())
+    model = load_model(options.model, options.device)
+    folders = sorted(str(folder.absolute()) for folder in options.input)
+    images = {"list of images": inputs.sha256} if inputs else {"folders": folders}
+    about = outputs.about(model, images)
+    if is_complete:
+        code = RunJournal.finished(options.output, about)
+        print(f"the run in {options.output} is complete; there is nothing to resume")
+        return code
+    with ExitStack() as opened:
+        predict = None
+        if options.ray is not None:
+            workers = annex("cluster.workers")
+            cluster = opened.enter_context(workers.joined(options.ray, model.device.type))
+            predict = partial(workers.predict, cluster, model, stop.has_come)
+        if not options.resume:  # only now: until here a refusal leaves earlier results alone
+            outputs.clear(model)
+        thumbnails = Thumbnails(len(inputs.paths) if inputs else SHOWN)
+        decoders = Decoders(model.loading, outputs.pictures(model, thumbnails.pixels))
 
-            if inputs is None:
-                printer = _RowPrinter(model, options.model)
-                watched = WatchJournal(outputs, about, printer)
-                return _watch(options, watched, scoring(watched), printer.tally)
-            journal = RunJournal(outputs, about, inputs.groups)
-            finished = _score_list(options, inputs, journal, scoring(journal))
-            return stop.exit_code if finished is None else finished
+        def scoring(record: Journal) -> Run:
+            return Run(model, outputs, record, decoders, stop.has_come, thumbnails, predict)
+
+        if inputs is None:
+            printer = _RowPrinter(model, options.model)
+            watched = WatchJournal(outputs, about, printer)
+            return _watch(options, watched, scoring(watched), printer.tally)
+        journal = RunJournal(outputs, about, inputs.groups)
+        finished = _score_list(options, inputs, journal, scoring(journal))
+        return stop.exit_code if finished is None else finished
 
 
 def _score_list(

@@ -302,6 +302,10 @@ class Stopping:
                 signal.set_wakeup_fd(self._wakeup)
                 self._reader.shutdown(socket.SHUT_RDWR)
 
+    def has_come(self) -> bool:
+        """True once a signal has come."""
+        return self.signal is not None
+
     @property
     def exit_code(self) -> int:
         """128 + the signal's number, as shells expect."""

@@ -68,7 +68,7 @@ def run_serve(options: argparse.Namespace) -> int:
             sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
             print(f"every answer is written to {record}{sent}", flush=True)
             stop.at_work = True
-            serve(make_app(service), service, listener, token, lambda: stop.signal is not None)
+            serve(make_app(service), service, listener, token, stop.has_come)
             stop.at_work = False
         log.info("stopped; all accepted parts are answered and recorded")
     return 0

@@ -42,6 +42,9 @@ class StandIn:
         self.signal: int | None = None
         self._now = 0.0
 
+    def has_come(self) -> bool:
+        return self.signal is not None
+
     def monotonic(self) -> float:
         return self._now
 
