@@ -288,7 +288,7 @@ def save(model: Model, folder: Path, *, overwrite: bool = False) -> str:
         manifest = {**model.manifest, "software_version": __version__, "files": files}
         write_sealed(draft / MANIFEST, manifest)
         new_id = model_id(draft)
-        write_history(draft, model.history, model.changes, new_id)
+        write_history(draft, model, new_id)
     return new_id
 
 

@@ -123,16 +123,14 @@ def thresholds_alone_differ(folder: Path) -> frozenset[str]:
 
 
 def earlier_versions(folder: Path) -> dict[str, Thresholds]:
-    """Thresholds of the models that `thresholds_alone_differ` names, by id; a model without: none.
+    """Thresholds of the models that `thresholds_alone_differ` names, by id, where they have any.
 
     Raises:
         ModelError: the history can't be read, or its thresholds are damaged.
     """
-    file = folder / HISTORY
+    files = [folder / HISTORY] * 2
     return {
-        str(entry["model_before"]): _thresholds(
-            entry["before"], entry.get("scores_before"), [file] * 2
-        )
+        str(entry["model_before"]): _thresholds(entry["before"], entry.get("scores_before"), files)
         for entry in _since_update(read_history(folder))
         if entry.get("model_before") and entry.get("before")
     }
@@ -192,23 +190,21 @@ def changes_with(
     return (*model.changes, entry)
 
 
-def write_history(
-    folder: Path, earlier: bytes, changes: Sequence[Mapping[str, Any]], after: str
-) -> None:
-    """Write a model folder's history, if there is any.
+def write_history(folder: Path, model: Model, saved_id: str) -> None:
+    """Write a model's history, if there is any, into its folder.
 
     Args:
         folder: the model folder.
-        earlier: lines of the history so far.
-        changes: new entries in order, each with the model's id before the change.
-        after: the model's id after the last change.
+        model: the model, with its changes since loading.
+        saved_id: id of the model with these changes.
     """
-    ids = ["" for _ in changes[1:]] + [after]  # models in between were never written: no id
+    # Models between several changes were never written, so they have no id.
+    ids = ["" for _ in model.changes[1:]] + [saved_id]
     lines = [
-        json.dumps({**change, "model_after": model}, allow_nan=False).encode() + b"\n"
-        for change, model in zip(changes, ids, strict=False)
+        json.dumps({**change, "model_after": after}, allow_nan=False).encode() + b"\n"
+        for change, after in zip(model.changes, ids, strict=False)
     ]
-    if history := earlier + b"".join(lines):
+    if history := model.history + b"".join(lines):
         (folder / HISTORY).write_bytes(history)
 
 
