@@ -7,9 +7,9 @@ only a defect that was caught and now passes counts as moved.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError, some, why
@@ -18,8 +18,6 @@ from anomaly.imaging.read import list_images, suffix_of
 from anomaly.runtime import Progress
 from anomaly.scoring.model import Model, score
 from anomaly.storage.folder import model_id, read_manifest
-
-Answers: TypeAlias = dict[str, dict[str, Any]]
 
 MISSED = "missed"
 _RECORD = "with anomaly evaluate --golden FOLDER --overwrite"
@@ -45,16 +43,29 @@ def _samples_in(golden: Path) -> list[Sample]:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """A model's answer on one golden part.
+
+    Attributes:
+        image_score: the image score; None if the image can't be scored.
+        verdict: the verdict; without a score, the image's status.
+    """
+
+    image_score: float | None
+    verdict: str
+
+
+@dataclass(frozen=True)
 class Check:
     """Scores of golden parts today, compared with their record.
 
     Attributes:
-        answers: scores and verdicts of today, by the image's name.
+        answers: answers of today, by the image's name.
         moved: the change of each image that isn't as recorded, by name.
         recorded_by: id of the model that made the record.
     """
 
-    answers: Answers
+    answers: Mapping[str, Answer]
     moved: dict[str, str]
     recorded_by: str
 
@@ -68,9 +79,9 @@ class Check:
         """A line on the missed defects: how many are caught now, and which aren't; else empty."""
         missed = {name: answer for name, answer in self.answers.items() if is_missed(name)}
         passing = [
-            f"{name} ({answer['image_score']:.4g})"
+            f"{name} ({answer.image_score:.4g})"
             for name, answer in missed.items()
-            if answer["verdict"] == "good"
+            if answer.verdict == "good"
         ]
         which = f"; not caught yet: {some(passing, most=10)}" if passing else ""
         caught = len(missed) - len(passing)
@@ -94,35 +105,30 @@ def check(
     Raises:
         DataError: nothing is recorded, or the record is damaged.
     """
-    record = read_record(golden)
+    recorded_by, recorded = read_record(golden)
     answers = score_golden(model, golden, progress)
-    return Check(answers, moved_since(record["images"], answers, tolerance), record["model_id"])
+    return Check(answers, moved_since(recorded, answers, tolerance), recorded_by)
 
 
 def score_golden(
     model: Model, golden: Path, progress: Progress = lambda done, total: None
-) -> Answers:
-    """Score the images in a folder of golden parts.
-
-    Returns:
-        `image_score` and `verdict`, or None and the status, by the image's place in the folder.
-    """
-    answers = {
-        image.sample.name: {
-            "image_score": image.score,
-            "verdict": image.status if image.score is None else image.verdict(model.thresholds),
-        }
-        for image in score(model, _samples_in(golden), progress=progress)
-    }
+) -> dict[str, Answer]:
+    """Answers on the images in a folder of golden parts, by their place there, in order."""
+    answers = {}
+    for image in score(model, _samples_in(golden), progress=progress):
+        verdict = image.status if image.score is None else image.verdict(model.thresholds)
+        answers[image.sample.name] = Answer(image.score, verdict)
     return dict(sorted(answers.items()))
 
 
-def moved_since(recorded: Answers, current: Answers, tolerance: float) -> dict[str, str]:
+def moved_since(
+    recorded: Mapping[str, Answer], current: Mapping[str, Answer], tolerance: float
+) -> dict[str, str]:
     """The change of each image that isn't as recorded, by name, in the order of names.
 
     Args:
-        recorded: scores and verdicts of the record.
-        current: scores and verdicts of today.
+        recorded: answers of the record, by the image's name.
+        current: answers of today.
         tolerance: share by which a score may move.
     """
     moved = {}
@@ -138,25 +144,25 @@ def moved_since(recorded: Answers, current: Answers, tolerance: float) -> dict[s
     return {name: change for name, change in moved.items() if change}
 
 
-def _part_moved(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> str:
+def _part_moved(before: Answer, now: Answer, tolerance: float) -> str:
     """The change of a part's verdict or score, in words; empty without one."""
-    old, new = before["image_score"], now["image_score"]
+    old, new = before.image_score, now.image_score
     score = "" if old is None or new is None else f" ({old:.4g} -> {new:.4g})"
-    if before["verdict"] != now["verdict"]:
-        return f"verdict {before['verdict'] or 'none'} -> {now['verdict'] or 'none'}{score}"
+    if before.verdict != now.verdict:
+        return f"verdict {before.verdict or 'none'} -> {now.verdict or 'none'}{score}"
     if new is None:  # a part without a score can't show that the line is ready
-        return f"can't be scored: {now['verdict']}"
+        return f"can't be scored: {now.verdict}"
     if old is not None and abs(new - old) > tolerance * abs(old):
         return f"score has moved by {abs(new - old) / max(abs(old), 1e-12):.1%}{score}"
     return ""
 
 
-def _defect_moved(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
+def _defect_moved(before: Answer | None, now: Answer) -> str:
     """The fault of a missed defect's verdict: it was caught and passes; empty without one."""
-    if now["image_score"] is None:
-        return f"can't be scored: {now['verdict']}"
-    if now["verdict"] == "good" and before and before["verdict"] in ("review", "reject"):
-        return f"a known defect that was caught passes (score {now['image_score']:.4g})"
+    if now.image_score is None:
+        return f"can't be scored: {now.verdict}"
+    if now.verdict == "good" and before and before.verdict in ("review", "reject"):
+        return f"a known defect that was caught passes (score {now.image_score:.4g})"
     return ""
 
 
@@ -241,22 +247,23 @@ def _write_missed(place: Path, file: bytes, model: str) -> None:
     write(place, file)
 
 
-def write_record(folder: Path, model_id: str, current: Answers) -> None:
+def write_record(folder: Path, model_id: str, answers: Mapping[str, Answer]) -> None:
     """Record a model's scores of golden parts in their folder.
 
     Args:
         folder: folder of the golden parts.
         model_id: the model's id.
-        current: scores and verdicts from `score_golden`.
+        answers: answers by the image's place in the folder.
 
     Raises:
         OutputError: no room, no permission.
     """
-    write(folder / GOLDEN, as_json({"model_id": model_id, "images": current}))
+    images = {name: asdict(answer) for name, answer in answers.items()}
+    write(folder / GOLDEN, as_json({"model_id": model_id, "images": images}))
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """The record in a folder of golden parts: `model_id`, and `images` as from `score_golden`.
+def read_record(folder: Path) -> tuple[str, dict[str, Answer]]:
+    """The record in a folder of golden parts: the model's id, and its answers by name.
 
     Raises:
         DataError: there is no record, or it is damaged.
@@ -264,17 +271,14 @@ def read_record(folder: Path) -> dict[str, Any]:
     file = folder / GOLDEN
     try:
         record = from_json(file.read_text("utf-8"))
-        if not isinstance(record["model_id"], str) or not isinstance(record["images"], dict):
-            raise TypeError("it holds something else")
-        for answer in record["images"].values():
-            answer["image_score"], answer["verdict"]  # a KeyError where one is missing
+        answers = {name: Answer(**answer) for name, answer in record["images"].items()}
+        return str(record["model_id"]), answers
     except FileNotFoundError:
         raise DataError(
             f"{file} doesn't exist: record first what the model says of these parts, {_RECORD}"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{file} can't be read as a record of golden scores ({why(error)}); record again "
             f"{_RECORD}"
         ) from None
-    return dict(record)

@@ -9,7 +9,7 @@ import cv2
 import pytest
 from conftest import Says, write_part
 
-from anomaly.desk.golden import moved_since
+from anomaly.desk.golden import Answer, moved_since
 
 Check = Callable[..., str]
 
@@ -84,5 +84,5 @@ def test_a_spoilt_record(golden: Path, check: Check) -> None:
 
 
 def test_an_image_without_a_score_is_never_as_recorded() -> None:
-    said = {"a.png": {"image_score": None, "verdict": "failed"}}
+    said = {"a.png": Answer(None, "failed")}
     assert moved_since(said, said, 1.0) == {"a.png": "can't be scored: failed"}

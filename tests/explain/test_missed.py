@@ -13,7 +13,7 @@ from conftest import Command, write_part
 from scipy.stats import binomtest
 
 import anomaly
-from anomaly.desk.golden import keep_missed, moved_since
+from anomaly.desk.golden import Answer, keep_missed, moved_since
 from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
 from anomaly.storage.models import load_model
@@ -95,8 +95,9 @@ def test_a_kept_one_binds_later_versions(
 
 
 def test_other_answers_to_a_missed_defect_are_no_fault() -> None:
-    good = {"missed/a.png": {"image_score": 1.0, "verdict": "good"}}
-    now = {"missed/a.png": {"image_score": 9.0, "verdict": "reject"}}
+    good, now = (
+        {"missed/a.png": answer} for answer in (Answer(1.0, "good"), Answer(9.0, "reject"))
+    )
     assert moved_since(good, now, 0.01) == moved_since({}, now, 0.01) == {}
     assert "passes" in moved_since(now, good, 0.01)["missed/a.png"]
 
