@@ -632,9 +632,9 @@ class ShardWorker:
         self._prepare()
         self._check_there(images)
         # The first shard stands for all of them where it is asked whether the disk has room.
-        among = len(self._images) if 0 in images else len(images)
+        total = len(self._images) if 0 in images else len(images)
         mine = {i: self._images[i] for i in images}
-        features = cached_features(self._setup, mine, self._scratch, among=among)
+        features = cached_features(self._setup, mine, self._scratch, cluster_images=total)
         with features as built:
             return built
 

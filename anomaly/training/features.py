@@ -101,25 +101,26 @@ def cached_features(
     scratch: Path,
     progress: Progress = lambda done, total: None,
     *,
-    among: int | None = None,
+    cluster_images: int | None = None,
 ) -> Iterator[CachedFeatures]:
     """Run the network on images to learn from, and store the features in temporary files.
 
-    Feature maps are written before they are aligned, which is half the size of the embeddings
-    (coarse layers aren't up-sampled yet), or as embeddings, where the method makes these smaller.
-    Where it selects by projected patches, these are kept in a second file. Large images go tile by
-    tile, and images in the further poses that the settings ask for. The files go with the block.
+    Feature maps are stored before they are aligned: they take half the bytes of the embeddings,
+    since coarse layers aren't up-sampled yet. A method with smaller embeddings stores these. A
+    method that selects by projected patches has them in a second file. Large images go tile by
+    tile, and each image also in the further poses that the settings ask for. The files are deleted
+    at the end of the block.
 
     Args:
         setup: the stages that make the embeddings, and the method's fitter.
         images: files or decoded pixels by image number, ascending.
         scratch: an existing folder for the temporary files.
         progress: called with (images done, number of images).
-        among: number of images whose features the folder will hold in the end; given where other
-            processes read the files, and delete them.
+        cluster_images: number of images that a cluster learns from, whose other processes read the
+            files and delete them; None on one machine.
 
     Raises:
-        DataError: no image can be used; not raised with `among`, since other images may be usable.
+        DataError: no image can be used; on a cluster, other images may be usable.
         OutputError: no room for the features.
     """
     embedder, fitter, turns = setup.embedder, setup.fitter, turns_of(setup.config)
@@ -140,13 +141,14 @@ def cached_features(
     loaded = Decoders(setup.loading, looks=True).load_all(images.items())
     loaded = inspectable(loaded, embedder.grid, setup.region, learned=True)
     batches = learned_batches(by_shape(loaded, size), size, turns)
-    writer = _Writer(fitter, scratch, len(images), 1 + len(turns), among)
+    shared, expected = cluster_images is not None, cluster_images or len(images)
+    writer = _Writer(fitter, scratch, expected, 1 + len(turns), shared=shared)
     with torch.inference_mode():
         for done in in_parallel(embed, batches, embedder.device):
             writer.add(done)
             progress(len(writer.facts) + len(writer.refused), len(images))
     release_memory()
-    if among is None and not writer.facts:
+    if not (shared or writer.facts):
         raise none_usable([item.reason for item in writer.refused])
     try:
         yield CachedFeatures(
@@ -484,17 +486,17 @@ class _Writer:
     Args:
         fitter: the method's fitter, which may ask for projected patches.
         scratch: the folder of the temporary files.
-        images: number of images.
+        images: number of images whose features the folder will hold in the end.
         copies: poses in which each image is learned, its own included.
-        among: images whose features the folder will hold; None where no other process reads them.
+        shared: other processes read the files.
     """
 
     def __init__(
-        self, fitter: Fitter[Any], scratch: Path, images: int, copies: int, among: int | None
+        self, fitter: Fitter[Any], scratch: Path, images: int, copies: int, *, shared: bool
     ) -> None:
         self._scratch, self._copies = scratch, copies
-        self._expected, self._shared = among or images, among is not None
-        self.file = TensorFile(scratch, shared=self._shared)
+        self._expected, self._shared = images, shared
+        self.file = TensorFile(scratch, shared=shared)
         self._fitter = fitter
         self.points: TensorFile | None = None
         self._matrix: Tensor | None = None
