@@ -495,15 +495,15 @@ def squared_to_two_owners(
         squared distance (N,) to the nearest centre of another owner. Infinite where there is none;
         NaN for points that hold NaN or infinite values.
     """
-    least = torch.full((len(points),), torch.inf, device=points.device)
-    nearest, others = torch.zeros_like(least, dtype=torch.int64), least.clone()
+    nearest = torch.full((len(points),), torch.inf, device=points.device)
+    owner, second = torch.zeros_like(nearest, dtype=torch.int64), nearest.clone()
     if not len(points) or not len(centres):
-        return least, nearest, others
+        return nearest, owner, second
     device = points.device
     rows = _ROWS[device.type]
     cells = _Cells.around_first(centres.float(), owners, count)
     cell_of = torch.cat(parallel_map(cells.nearest, torch.split(points, rows), device))
-    sizes = cell_of.bincount(minlength=len(cells.away)).tolist()
+    sizes = cell_of.bincount(minlength=len(cells.order)).tolist()
     groups = enumerate(torch.split(cell_of.argsort(stable=True), sizes))
     work = [(c, block) for c, group in groups for block in torch.split(group, rows) if len(block)]
 
@@ -513,13 +513,13 @@ def squared_to_two_owners(
         if len(block) < _LEAST:  # its first point fills the block up
             block = torch.cat([block, block[:1].expand(_LEAST - len(block))])
         by_owner = cells.squared_to_owners(cell, points.index_select(0, block).float(), enough)
-        values, owner_of = by_owner.topk(min(2, count), 0, largest=False)
-        least[block], nearest[block] = values[0], owner_of[0]
+        lowest, owner_of = by_owner.topk(min(2, count), 0, largest=False)
+        nearest[block], owner[block] = lowest[0], owner_of[0]
         if count > 1:
-            others[block] = values[1]
+            second[block] = lowest[1]
 
     parallel_map(measure, work, device)
-    return least, nearest, others
+    return nearest, owner, second
 
 
 @dataclass(frozen=True, eq=False)
@@ -531,25 +531,25 @@ class _Cells:
         owners: (M,) int64 from 0 to `count` − 1.
         count: number of owners.
         order: (C, M) int64, for each cell the centres from the nearest to its origin on.
-        away: (C, M), the distances of these centres to the origin, ascending.
+        distances: (C, M), the distances of these centres to the origin, ascending.
     """
 
     centres: Tensor
     owners: Tensor
     count: int
     order: Tensor
-    away: Tensor
+    distances: Tensor
 
     @classmethod
     def around_first(cls, centres: Tensor, owners: Tensor, count: int) -> _Cells:
         """Cells around centres (M, d) with owners (M,): one for every 16 centres, 256 at most."""
         cells = max(1, min(len(centres) // _CELL_CENTRES, _CELLS[centres.device.type]))
-        away, order = torch.cdist(centres[:cells], centres).sort(1)
-        return cls(centres, owners, count, order, away)
+        distances, order = torch.cdist(centres[:cells], centres).sort(1)
+        return cls(centres, owners, count, order, distances)
 
     def nearest(self, points: Tensor) -> Tensor:
         """The cell (n,) int64 whose origin is nearest to each point (n, d)."""
-        return torch.cdist(points.float(), self.centres[: len(self.away)]).argmin(1)
+        return torch.cdist(points.float(), self.centres[: len(self.order)]).argmin(1)
 
     def squared_to_owners(self, cell: int, members: Tensor, enough: float) -> Tensor:
         """Squared distances of a cell's members (n, d) to the nearest centre of each owner.
@@ -563,22 +563,15 @@ class _Cells:
             (count, n). Only the two lowest of each member are exact, and these only where the
             second lowest is above `enough`; all others are upper bounds.
         """
-        origin, order, away = self.centres[cell], self.order[cell], self.away[cell]
+        origin, order, distances = self.centres[cell], self.order[cell], self.distances[cell]
         # Relative to the origin: distances are multiplied out, and large norms would cancel.
         offsets = members - origin
         norms = offsets.square().sum(1)
         squared = offsets.new_full((self.count, len(offsets)), torch.inf)
         step = _COLUMNS[offsets.device.type]
         for first in range(0, len(order), step):
-            if first:
-                second = squared.topk(min(2, self.count), 0, largest=False).values[-1]
-                unsettled = ~(second <= enough)  # includes NaN
-                if not bool(unsettled.any()):
-                    break
-                # A centre farther than this from the origin is no member's second nearest.
-                reach = float((norms.sqrt() + second.sqrt())[unsettled].amax())
-                if float(away[first]) > reach * _MARGIN:
-                    break
+            if first and float(distances[first]) > _reach(squared, norms, enough):
+                break
             near = order[first : first + step]
             owners, by_owner = self.owners[near].sort(stable=True)
             around = self.centres.index_select(0, near[by_owner]).sub_(origin)
@@ -589,3 +582,18 @@ class _Cells:
                     lower = part.amin(0).add_(norms).clamp_(min=0)
                     torch.minimum(squared[owner], lower, out=squared[owner])
         return squared
+
+
+def _reach(squared: Tensor, norms: Tensor, enough: float) -> float:
+    """The distance from a cell's origin beyond which centres are too far from all members.
+
+    Args:
+        squared: (owners, n), squared distances of the members to the nearest centres so far.
+        norms: (n,), squared distances of the members to the origin.
+        enough: see `squared_to_two_owners`.
+    """
+    second = squared.topk(min(2, len(squared)), 0, largest=False).values[-1]
+    unsettled = ~(second <= enough)  # includes NaN
+    if not bool(unsettled.any()):
+        return -1.0
+    return float((norms.sqrt() + second.sqrt())[unsettled].amax()) * _MARGIN
