@@ -24,7 +24,6 @@ from anomaly.datasets.names import (
     undecided,
 )
 from anomaly.datasets.samples import (
-    GOOD,
     Dataset,
     Masks,
     Sample,
@@ -106,8 +105,9 @@ def _good_only(folder: Path) -> Dataset:
     if set(named.values()) >= CLEAR:
         if unclear := [s.path.name for s in good if named[s.path.stem] not in CLEAR]:
             raise undecided(folder, unclear, "files")
-        bad = [replace(s, defect_type="defect") for s in good if named[s.path.stem] != GOOD]
-        good = [s for s in good if named[s.path.stem] == GOOD]
+        bad = [s for s in good if named[s.path.stem] is Label.DEFECTIVE]
+        good = [s for s in good if named[s.path.stem] is Label.GOOD]
+        bad = [replace(sample, defect_type="defect") for sample in bad]
         message = "%s: %d images are good by the names of their files, %d defective"
         log.info(message, folder, len(good), len(bad))
     paths = [sample.path for sample in good]
@@ -145,7 +145,11 @@ def _label_within(inner: Path, published: bool) -> Label:
     clear = {*labels} - {Label.UNKNOWN}
     if not clear:
         return Label.DEFECTIVE if published and split == "test" and labels else Label.UNKNOWN
-    if len(clear) > 1 or not clear <= CLEAR or (labels[-1] is Label.UNKNOWN and GOOD in clear):
+    if (
+        len(clear) > 1
+        or not clear <= CLEAR
+        or (labels[-1] is Label.UNKNOWN and Label.GOOD in clear)
+    ):
         return Label.UNCLEAR
     return clear.pop()
 
