@@ -136,6 +136,7 @@ def test_pil_images_are_what_their_files_are(detector: anomaly.Detector, tmp_pat
     alpha = np.dstack([pixels, np.full(pixels.shape[:2], 128, np.uint8)])
     sixteen = pixels[..., 0].astype(np.uint16) * 257
     Pil.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
+    Pil.fromarray(pixels).save(tmp_path / "turned.tiff", exif=exif)
     Pil.fromarray(alpha).save(tmp_path / "alpha.png")
     Pil.fromarray(sixteen).save(tmp_path / "sixteen.png")
     Pil.fromarray(pixels).quantize(16).save(tmp_path / "palette.png")

@@ -511,23 +511,18 @@ def _sums(
     return (until - before).T
 
 
-def interpolated(
-    positions: NDArray[np.float64], values: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Linear interpolation between the rows of a matrix, constant beyond the outer ones.
+def interpolated(positions: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Linear interpolation (m, n) between rows (k, n), constant beyond the outer ones.
 
     Args:
-        positions: positions (m,); row k lies at k + 0.5.
-        values: the matrix (k, n).
-
-    Returns:
-        (m, n).
+        positions: positions (m,); row i lies at i + 0.5.
+        rows: the rows of a matrix.
     """
-    count = len(values)
+    count = len(rows)
     place = np.clip(positions - 0.5, 0, count - 1)
     low = np.minimum(place.astype(np.int64), max(count - 2, 0))
     share = (place - low)[:, None]
-    return np.asarray((1 - share) * values[low] + share * values[np.minimum(low + 1, count - 1)])
+    return np.asarray((1 - share) * rows[low] + share * rows[np.minimum(low + 1, count - 1)])
 
 
 def _filled(points: NDArray[np.float64], y: NDArray[np.floating[Any]], width: int) -> Mask:

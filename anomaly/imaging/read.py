@@ -375,10 +375,8 @@ def other_files(folder: Path) -> str:
     Raises:
         DataError: the folder, or one inside it, can't be listed.
     """
-    kinds = Counter(
-        path.suffix.lower() or path.name
-        for path in (list_files(folder, warn=False) if is_folder(folder) else ())
-    )
+    files = list_files(folder, warn=False) if is_folder(folder) else []
+    kinds = Counter(path.suffix.lower() or path.name for path in files)
     if not kinds:
         return ""
     listed = some([f"{count} {kind}" for kind, count in kinds.most_common()])

@@ -284,10 +284,8 @@ def _resampled(
     values: NDArray[np.float32], view: View, smoothing: float, strip: slice
 ) -> NDArray[np.float32]:
     """Rows of (row matrix @ values @ column matrix.T): patch values (h, w) in original pixels."""
-    rows, columns = (
-        _blocks(patches, pieces, smoothing)
-        for patches, pieces in zip(values.shape, view.axes, strict=True)
-    )
+    rows = _blocks(values.shape[0], view.rows, smoothing)
+    columns = _blocks(values.shape[1], view.columns, smoothing)
     if view.whole:  # the usual case, and the fastest: nothing is added up
         ((_, _, down),), ((_, _, across),) = rows, columns
         return np.asarray(down[strip] @ values @ across.T)
