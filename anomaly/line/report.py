@@ -278,12 +278,7 @@ def _answer(
 ) -> str:
     """The first section: the main figures in words, in the colour of the news.
 
-    Args:
-        tables: the report's tables by name.
-        period: the period.
-        prices: as for `report`.
-        drifted: whether a model's scores have drifted.
-        odd: number of parts that weren't judged by their score.
+    `odd` is the number of parts that weren't judged by their score.
     """
     figures: dict[Any, Any] = {outcome: values for outcome, *values in tables["yield"][1]}
     parts, escapes = figures["all parts"][0], figures["escapes"][0]
@@ -318,12 +313,7 @@ def _answer(
 
 
 def _called_good(figures: Mapping[str, Sequence[Any]], column: int) -> str:
-    """The share of parts that are called good, in words.
-
-    Args:
-        figures: rows of the yield table by outcome, without the outcome.
-        column: 0 for the period, 2 for the previous one.
-    """
+    """The share of parts called good, in words: of the period (column 0) or the one before (2)."""
     parts = figures["all parts"][column]
     if not parts:
         return "no part on record"
@@ -413,11 +403,7 @@ def _promises_of(model: Path) -> _Promises:
 
 
 def _prices(words: Sequence[str]) -> dict[str, str]:
-    """Prices and currency by name, from the words of `--prices`.
-
-    Raises:
-        AnomalyError: a word isn't valid.
-    """
+    """Prices and currency by name, from the words of `--prices`."""
     prices = dict(word.partition("=")[::2] for word in words)
     for name, price in prices.items():
         with suppress(ValueError):

@@ -222,14 +222,13 @@ class Guard:
         """Receive a request's body as one piece, which counts as held from its first bytes on.
 
         Args:
-            scope: method and path of the request.
-            headers: headers of the request by lower-case name.
-            receive: gives the next piece of the body; the ASGI protocol.
-            pieces: an empty list that gets the body, or the pieces received before an error.
+            scope: method and path.
+            headers: by lower-case name.
+            receive: gives the next piece; the ASGI protocol.
+            pieces: an empty list; gets the body, or what came before an error.
 
         Raises:
-            HTTPException: 408, 413 or 503: the body is too slow, too long, or too many bytes are
-                held.
+            HTTPException: 408, 413 or 503: too slow, too long, or too many bytes are held.
         """
         image = scope["method"] == "POST" and scope["path"].endswith("/score")
         most = _IMAGE_BYTES if image else _SHORT_BYTES

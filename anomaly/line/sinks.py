@@ -43,12 +43,12 @@ class NotTakenError(AnomalyError):
 
 
 class Sink(ABC):
-    """A receiver's address, and how a row is sent to it.
+    """A receiver of rows.
 
     Args:
-        url: the address; a user and a password in it are sent to the receiver.
-        option: the option that gave the address, for messages.
-        schemes: schemes that the address may have.
+        url: the address; may hold a user and a password for the receiver.
+        option: the option that gave the address.
+        schemes: the schemes allowed.
 
     Raises:
         AnomalyError: the address is invalid.
@@ -92,11 +92,7 @@ class Sink(ABC):
 
 
 class Webhook(Sink):
-    """A POST request for each row, which any 2xx status confirms.
-
-    Args:
-        url: an address with `http://` or `https://`; see `Sink`.
-    """
+    """A POST request for each row, which any 2xx status confirms; see `Sink`."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, "--webhook", ("http", "https"))
@@ -143,8 +139,7 @@ class Mqtt(Sink):
     """MQTT 3.1.1: a message with QoS 1 for each row, which the broker confirms.
 
     Args:
-        url: an address with `mqtt://` or, with TLS, `mqtts://`, and the topic as its path; see
-            `Sink`.
+        url: `mqtt://` or, with TLS, `mqtts://`, with the topic as its path; see `Sink`.
 
     Raises:
         AnomalyError: the address is invalid, or paho-mqtt isn't installed.

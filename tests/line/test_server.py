@@ -36,6 +36,7 @@ from anomaly.line.sinks import Webhook
 TOKEN = "0123456789abcdef"
 SHOWN = f"Authorization: Bearer {TOKEN}\r\n".encode()
 SCORE, FEEDBACK = "/v1/models/disc/score", "/v1/parts/1/feedback"
+POST = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\n".encode()
 HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n"
 NAMES = {
     b'--caf\xe9\\ \x1b[31m\xc2\x9b\n\xe2\x80\xae<img src=x onerror=x> "a", {b="c"} 1%41?#': (
@@ -90,19 +91,12 @@ def proxied(guarded: Served, tmp_path: Path) -> Iterator[int]:
 
 @dataclass
 class Attack:
-    """A client that means harm.
+    """A client that means harm."""
 
-    Attributes:
-        statuses: right answers before the connection is closed; 0 for none.
-        head: of the request, after its line and `Host`.
-        body: sent behind it.
-        drip: sent again and again.
-    """
-
-    statuses: tuple[int, ...]
-    head: bytes
+    statuses: tuple[int, ...]  # right answers before the connection is closed; 0 for none
+    head: bytes  # behind the request's first line and `Host`
     body: bytes = b""
-    drip: bytes = b""
+    drip: bytes = b""  # sent again and again
 
 
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
@@ -132,10 +126,7 @@ ROUTES = [("POST", SCORE), ("POST", FEEDBACK), ("GET", "/v1/parts"), ("GET", "/n
 
 
 def told(port: int, sent: bytes, drip: bytes = b"") -> bytes:
-    """All that is answered until the server closes the connection.
-
-    Something is sent again and again.
-    """
+    """All that is answered until the server closes the connection; `drip` is sent all the while."""
     answer, end = b"", time.monotonic() + 60
     with socket.create_connection(("127.0.0.1", port), timeout=20) as line:
         with suppress(ConnectionError):
@@ -211,8 +202,7 @@ def test_a_stranger_is_refused_before_the_body_is_read(guarded: Served, served: 
     for method, path in ROUTES:
         start = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n".encode()
         assert told(guarded.port, start + endless).startswith(b"HTTP/1.1 401 ")
-    start = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\n".encode()
-    long = [start + b"Content-Length: 5000000000\r\n\r\n", start + CHUNKED + b"\r\n" + CHUNK * 70]
+    long = [POST + b"Content-Length: 5000000000\r\n\r\n", POST + CHUNKED + b"\r\n" + CHUNK * 70]
     with ThreadPoolExecutor() as pool:
         for answer in pool.map(partial(told, served.port), long):
             assert b"1 MB, which is the limit" in answer
@@ -225,12 +215,10 @@ def test_a_body_of_just_the_limit_is_read(guarded: Served) -> None:
 
 
 def test_images_that_wait_are_limited_in_memory(guarded: Served) -> None:
-    head = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\n".encode() + SHOWN
     with ExitStack() as clients:
         lines = [socket.create_connection(("127.0.0.1", guarded.port), 20) for _ in range(2)]
-        for line in lines:
-            line = clients.enter_context(line)
-            line.sendall(head + b"Content-Length: 900000\r\n\r\n" + bytes(899_999))
+        for line in map(clients.enter_context, lines):
+            line.sendall(POST + SHOWN + b"Content-Length: 900000\r\n\r\n" + bytes(899_999))
         until(lambda: guarded.figures()["anomaly_held_bytes{}"] == 2 * 899_999)
         assert guarded.ask("POST", SCORE, bytes(700_000))[0] == 503
         for line in lines:
@@ -290,11 +278,10 @@ def test_who_only_connects_keeps_nobody_out(guarded: Served, proxied: int) -> No
 
 def test_few_may_ask_at_a_time_but_health(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MOST_AT_ONCE", 5)
-    head = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n".encode()
     with ExitStack() as clients:
         for _ in range(5):
             line = socket.create_connection(("127.0.0.1", guarded.port), 20)
-            clients.enter_context(line).sendall(head + SHOWN + b"\r\n")
+            clients.enter_context(line).sendall(POST + SHOWN + b"Content-Length: 9\r\n\r\n")
         until(lambda: guarded.ask("GET", "/v1/models")[0] == 503)
         assert guarded.ask("GET", "/v2/health/live")[0] == 200
     until(lambda: guarded.ask("GET", "/v1/models")[0] == 200)
@@ -302,8 +289,7 @@ def test_few_may_ask_at_a_time_but_health(guarded: Served, monkeypatch: pytest.M
 
 def test_bodies_behind_each_other_are_all_read(guarded: Served) -> None:
     """However they are framed: each by its head, and none by what has come with it."""
-    head = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\n".encode() + SHOWN
-    body = b"x" * 60_000
+    head, body = POST + SHOWN, b"x" * 60_000
     sized = head + b"Content-Length: 60000\r\n\r\n" + body
     for size in (1000, 30_000):
         pieces = [body[at : at + size] for at in range(0, len(body), size)]
@@ -340,8 +326,7 @@ def test_it_ends_when_all_parts_are_answered(
             hangs = pool.submit(served.ask, "POST", SCORE, b"image")
             until(lambda: begun)
             waits = pool.submit(served.ask, "POST", SCORE, b"image")
-            slow = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
-            pool.submit(told, served.port, slow.encode())
+            pool.submit(told, served.port, POST + b"Content-Length: 9\r\n\r\n")
             until(lambda: len(begun) == 2)
         assert hangs.result()[0] == 504
         status, headers, body = waits.result()
