@@ -236,10 +236,8 @@ def in_parallel(
 
     Torch's own threads share each operation and wait for one another at its end. Here each thread
     computes a whole batch alone: as fast on a quiet machine, and up to 1.6 times as fast where
-    decoding or another program uses the same cores. Results don't depend on the number of threads.
-
-    Until the last item the caller's thread has one thread for its own operations as well. A GPU
-    takes one item after another, and a CPU computes a single item with all threads.
+    other programs use the same cores. Results don't depend on the number of threads. A GPU takes
+    one item after another, and a CPU computes a single item with all threads.
 
     Args:
         task: function of one item; must not depend on the order of calls.
@@ -261,10 +259,9 @@ def in_parallel(
 def parallel_pool(device: torch.device) -> Iterator[ParallelMap]:
     """Threads that share pieces of work; each thread computes alone.
 
-    Torch splits every operation among all threads, which then wait for one another. For operations
-    of some microseconds that waiting takes longer than the work, and ten times as long where
-    another program uses a core. Here threads wait for the last piece only, and results don't depend
-    on the number of threads.
+    Torch splits every operation among all threads, which then wait for one another: for operations
+    of some microseconds that takes longer than the work. Here threads wait for the last piece only,
+    and results don't depend on their number.
 
     Args:
         device: the device on which the task computes; a GPU takes one piece after another.

@@ -1,16 +1,11 @@
 """Writing results so that nothing is lost: whole files, one run at a time, nobody else's work.
 
-A name holds a whole file or nothing. What this program has written is recognised by its file names,
-and is never an input.
+A name holds a whole file or nothing. This program's own files are recognised, and never an input.
 
-Who writes a model, or anything else of a run, holds the lock of the run's folder: `train`, `start`,
-`update`, `calibrate`, `deploy` and `export`. (For a model folder that lies in no run it is
-the lock of that folder.) Who only reads models, as `serve` does, holds none; its record, a file
-that it writes to as long as it runs, has a lock of its own.
-
-The lock is the operating system's, on a file in the folder, so that a killed process leaves none
-behind. Network file systems pass it on to their server (NFS from Linux 2.6.12 on, SMB); where the
-file system has no locks, a warning says that other runs go unnoticed.
+A command that writes into a run holds the lock of the run's folder (of the model folder, if that
+lies in no run). `serve` only reads models; its record has a lock of its own. The lock is the
+operating system's, on a file in the folder, so a killed process leaves none behind. Network file
+systems pass it on to their server; where there are no locks, a warning says so.
 """
 
 from __future__ import annotations
@@ -112,13 +107,11 @@ def _others(folder: Path, *, is_own: bool) -> Path | None:
     """A file that this program hasn't written, in a folder that is to be deleted; None for none.
 
     In a run's own folders, files are recognised by their suffixes. A folder that the run wasn't
-    asked to write holds other people's files only. Files of the system (`left_by_system`) don't
-    count.
+    asked to write holds others' files only. Files of the system (`left_by_system`) don't count.
 
     Args:
         folder: the folder to delete, in a run's folder.
-        is_own: True if it is one of `own_outputs`; else the folder itself is returned, if it holds
-            anything.
+        is_own: True if it is one of `own_outputs`; of another folder any content counts.
     """
     if not is_own:
         return folder if any(folder.iterdir()) else None
@@ -157,10 +150,10 @@ def _head(file: Path) -> bytes:
 
 
 def locked(folder: Path) -> AbstractContextManager[None]:
-    """Lock a folder, so that other runs and other threads are refused while the block runs.
+    """Lock a folder, so that other runs and threads are refused while the block runs.
 
-    A block within a block of the same thread changes nothing: a command may run others within its
-    lock. Folders that were made for the lock and are empty at the end are removed.
+    A thread may lock it again within the block, as a command that runs others does. Folders made
+    for the lock and empty at the end are removed.
 
     Args:
         folder: made if it is missing.
@@ -220,11 +213,7 @@ def _locked(what: Path, lock: Path) -> Iterator[None]:
 
 
 def _take(what: Path, lock: Path) -> int:
-    """Take a lock; returns the descriptor of its file.
-
-    Args:
-        what: the folder or file that the lock stands for.
-        lock: the lock file.
+    """Take a lock, as in `_locked`; returns the descriptor of its file.
 
     Raises:
         OutputError: another run holds it.
@@ -272,12 +261,7 @@ def _note(handle: int) -> None:
 
 
 def _in_use(what: Path, handle: int) -> OutputError:
-    """The error where another run holds a lock; names that run.
-
-    Args:
-        what: the folder or file that is locked.
-        handle: descriptor of its lock file.
-    """
+    """The error where another run holds a lock; `handle` is its file, which names that run."""
     time.sleep(_NOTE_SECONDS)
     who = ""
     with suppress(OSError):
@@ -510,8 +494,7 @@ def write(file: Path, content: bytes | str) -> None:
 
     Args:
         file: its folder is made if it is missing.
-        content: bytes, or text, which is written as UTF-8; undecoded bytes of file names in it
-            (surrogates) become bytes again.
+        content: text is written as UTF-8, and undecoded bytes of file names in it as bytes.
 
     Raises:
         OutputError: no room, no permission.
