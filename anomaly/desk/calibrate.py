@@ -67,8 +67,8 @@ class Wishes:
         """Refuse wishes that contradict each other, before anything is loaded.
 
         Args:
-            good: good images are given.
-            production: production images are given.
+            good: True if good images are given.
+            production: True if production images are given.
 
         Raises:
             DataError: the wishes contradict each other, or a value is out of range.
@@ -271,9 +271,8 @@ def _good_scores(scored: Sequence[Scored]) -> GoodScores:
         )
     if outliers:
         log.warning(
-            "%d good images would be flagged whatever their score, so they can't set thresholds; "
-            "left out: %s",
-            len(outliers),
+            "%s would be flagged whatever the score and can't set thresholds; left out: %s",
+            counted(len(outliers), "good image"),
             some(outliers, "; "),
         )
     # Images of one part vary together, so bounds count parts.
