@@ -116,7 +116,7 @@ def score_test_split(
         samples: good and defective images; a defect without a mask, or whose mask marks nothing,
             counts for the image metrics only.
         progress: called with (done, total).
-        visit: called with each scored image; its arrays aren't kept.
+        visit: called with each scored image's prediction and mask, which aren't kept here.
 
     Raises:
         DataError: there are no images, a picture is good and defective at once, or a mask
@@ -152,6 +152,12 @@ def score_test_split(
             visit(result, mask)
         progress(len(scored), len(samples))
     rows = tuple(scored[i] for i in range(len(samples)))
+    _warn_of_unmarked(rows)
+    return _evaluation(model, rows, pixels.result())
+
+
+def _warn_of_unmarked(rows: Sequence[Scored]) -> None:
+    """Warn of defects that no mask marks, if masks mark others."""
     defects = [row for row in rows if row.sample.is_defect and row.score is not None]
     unmarked = [str(row.sample.path) for row in defects if row.width is None]
     if 0 < len(unmarked) < len(defects):
@@ -162,7 +168,6 @@ def score_test_split(
             len(defects),
             some(unmarked),
         )
-    return _evaluation(model, rows, pixels.result())
 
 
 def _evaluation(model: Model, rows: tuple[Scored, ...], pixel_metrics: Metrics) -> Evaluation:

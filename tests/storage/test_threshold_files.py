@@ -14,14 +14,11 @@ def write_history(folder: Path, *changes: tuple[str, str]) -> None:
     (folder / HISTORY).write_text("\n".join([*lines, ""]))
 
 
-def test_scores_changed_with_the_last_that_was_learned(tmp_path: Path) -> None:
-    write_history(tmp_path, ("threshold", "a"), ("updated", "b"), ("threshold", "c"), ("good", "d"))
-    assert thresholds_alone_differ(tmp_path) == {"c", "d"}
-
-
-def test_calibrations_alone_leave_all_scores(tmp_path: Path) -> None:
+def test_models_since_the_last_update_have_the_present_scores(tmp_path: Path) -> None:
     assert thresholds_alone_differ(tmp_path) == frozenset()
     write_history(tmp_path, ("threshold", "a"), ("good", "b"))
     with (tmp_path / HISTORY).open("a") as file:
         file.write("a person's own line\n")
     assert thresholds_alone_differ(tmp_path) == {"a", "b"}
+    write_history(tmp_path, ("threshold", "a"), ("updated", "b"), ("threshold", "c"), ("good", "d"))
+    assert thresholds_alone_differ(tmp_path) == {"c", "d"}
