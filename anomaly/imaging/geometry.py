@@ -496,9 +496,7 @@ def patch_edges(pieces: Axis, patches: int) -> NDArray[np.float64]:
         patches: number of patches; with tiles, of each.
     """
     edges = [piece.to_source(np.linspace(0.0, piece.size, patches + 1)) for piece in pieces]
-    return np.stack(
-        [np.concatenate([e[:-1] for e in edges]), np.concatenate([e[1:] for e in edges])]
-    )
+    return np.concatenate([np.stack([places[:-1], places[1:]]) for places in edges], axis=1)
 
 
 def _sums(

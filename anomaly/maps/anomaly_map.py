@@ -462,13 +462,13 @@ def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[Mar
     _background, *facts = zip(boxes.tolist(), peaks.tolist(), places.tolist(), strict=True)
     for label, (statistics, peak, (row, column)) in enumerate(facts, 1):
         x, y, width, height, area = statistics
-        sides = _sides(labels[y : y + height, x : x + width] == label)
+        sides = _box_sides(labels[y : y + height, x : x + width] == label)
         box = x, top + y, width, height
         regions.append(MarkedRegion(*box, area, peak, column, row, *uncertainties, *sides))
     return tuple(sorted(regions, key=lambda r: (-r.peak_score, r.y, r.x)))
 
 
-def _sides(region: NDArray[np.bool_]) -> tuple[float, float]:
+def _box_sides(region: NDArray[np.bool_]) -> tuple[float, float]:
     """Longer and shorter side of the narrowest rotated box around a region (H, W), in pixels."""
     lines, _ = cv2.findContours(region.view(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
     sides = cv2.minAreaRect(np.vstack(lines))[1]  # of the pixels' centres
