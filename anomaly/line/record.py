@@ -178,17 +178,17 @@ class Record:
         line = json.dumps(asdict(row), allow_nan=False)
         added = db.execute("INSERT INTO parts (model, line) VALUES (?, ?)", (answer.model, line))
         number = added.lastrowid or 0
-        asked = row.verdict != "good"
-        drawn = random.Random(number).random()
-        if row.status == "ok" and (asked or drawn < self._goods):
-            self._keep(db, number, asked, answer.file, answer.heatmap)
+        is_flagged = row.verdict != "good"
+        is_drawn = random.Random(number).random() < self._goods
+        if row.status == "ok" and (is_flagged or is_drawn):
+            self._keep(db, number, is_flagged, answer.file, answer.heatmap)
         return number
 
     def _keep(
-        self, db: sqlite3.Connection, part: int, asked: bool, file: bytes, heatmap: bytes
+        self, db: sqlite3.Connection, part: int, is_needed: bool, file: bytes, heatmap: bytes
     ) -> None:
-        """Keep a part's picture; the oldest others are deleted until all fit."""
-        db.execute(_KEEP, (part, asked, len(file) + len(heatmap), file, heatmap))
+        """Keep a picture; until all fit, others are deleted: those not needed, then the oldest."""
+        db.execute(_KEEP, (part, is_needed, len(file) + len(heatmap), file, heatmap))
         while db.execute(_HELD).fetchone()[0] > self._most:
             db.execute(f"DELETE FROM pictures WHERE part = ({_OLDEST})")
 
