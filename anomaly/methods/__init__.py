@@ -1,1 +1,1 @@
-"""Patch embeddings -> patch scores: a folder for each method, behind the protocol in `base`."""
+"""Patch embeddings -> patch scores: a module or folder for each method, behind the protocols in `base`."""

@@ -375,11 +375,7 @@ class Model(ImageStages):
     def fitting(
         self, items: Iterable[NetworkInput | UnusableImage]
     ) -> Iterator[NetworkInput | UnusableImage]:
-        """Loaded images; an image without a patch inside the region becomes an unusable one.
-
-        Args:
-            items: loaded and unusable images.
-        """
+        """Loaded images; an image without a patch inside the region becomes an unusable one."""
         return inspectable(items, self.embedder.grid, self.region)
 
     def predict_batches(
@@ -423,7 +419,8 @@ class Model(ImageStages):
         """
         if not batch[0].view.whole:
             return [self._prediction(item, self._tiles_scored(item)) for item in batch]
-        return [self._prediction(*both) for both in zip(batch, self._scored(batch), strict=True)]
+        scored = zip(batch, self._scored(batch), strict=True)
+        return [self._prediction(item, scores) for item, scores in scored]
 
     def _tiles_scored(self, item: NetworkInput) -> _Scores:
         """Scores of one large image, put together from its tiles."""
@@ -720,9 +717,9 @@ def levels_of_areas(maps: Array, areas: Sequence[int]) -> Array:
 
     Args:
         maps: (B, H, W); NaN doesn't count.
-        areas: the area for each map, in its pixels.
+        areas: least area of the region in each map, in the map's pixels.
     """
-    # numpy finds the pixel; reading the map there keeps a tensor's gradient.
+    # NumPy finds the pixel; reading the map there keeps a tensor's gradient.
     values = as_numpy(maps.detach() if hasattr(maps, "detach") else maps)
     places = [place_of_level(*pair) for pair in zip(values, areas, strict=True)]
     levels = maps.reshape(len(maps), -1)[list(range(len(places))), places]
@@ -739,7 +736,7 @@ def place_of_level(values: NDArray[np.float32], area: int) -> int:
 
     Args:
         values: (H, W); NaN and -inf don't count.
-        area: least area in pixels; at most that of the largest region that counts is required.
+        area: least area in pixels; the largest region that counts if no region is so large.
 
     Returns:
         0 where no pixel counts.
@@ -749,8 +746,8 @@ def place_of_level(values: NDArray[np.float32], area: int) -> int:
     if not len(levels):
         return 0
     area = min(area, _largest(counted > -np.inf))
-    # `area` pixels lie at or above levels[area - 1] at the highest. A lower level's largest region
-    # is no smaller, so the levels can be halved.
+    # The level is levels[area - 1] at the highest, because `area` pixels have to lie at or above it.
+    # A lower level's largest region is no smaller, so a binary search finds the level.
     place = bisect_left(levels, area, area - 1, key=lambda level: _largest(counted >= level))
     return int(np.flatnonzero(counted == levels[place])[0])
 
@@ -778,8 +775,7 @@ def _medians(scores: Array) -> Array:
     flat = xp.where(xp.isnan(flat), math.inf, flat)
     ordered = flat.sort(1).values if xp is not np else np.sort(flat, 1)
     middle = (counts - 1).clip(0) // 2
-    rows, columns = xp.arange(flat.shape[0]), middle
-    return xp.where(counts > 0, ordered[rows, columns], 1.0)
+    return xp.where(counts > 0, ordered[xp.arange(len(middle)), middle], 1.0)
 
 
 def _highest(values: Array, count: int) -> Array:
@@ -802,7 +798,7 @@ def patches_inside(
 
     Args:
         pieces: layout, tile and turn of each image.
-        embeddings: (B, h, w, D), a tensor or an array; so is the result.
+        embeddings: (B, h, w, D), a tensor or an array; the result is of the same kind.
         region: region of each image that counts; None for the whole image.
 
     Returns:
