@@ -1,1 +1,1 @@
-"""Patch embeddings -> patch scores: a module or folder for each method, behind the protocols in `base`."""
+"""Patch embeddings -> patch scores: a module or folder a method, behind the protocols in `base`."""

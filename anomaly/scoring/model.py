@@ -746,8 +746,8 @@ def place_of_level(values: NDArray[np.float32], area: int) -> int:
     if not len(levels):
         return 0
     area = min(area, _largest(counted > -np.inf))
-    # The level is levels[area - 1] at the highest, because `area` pixels have to lie at or above it.
-    # A lower level's largest region is no smaller, so a binary search finds the level.
+    # The level is levels[area - 1] at most, because `area` pixels have to lie at or above it. A
+    # lower level's largest region is no smaller, so a binary search finds the level.
     place = bisect_left(levels, area, area - 1, key=lambda level: _largest(counted >= level))
     return int(np.flatnonzero(counted == levels[place])[0])
 
