@@ -109,12 +109,7 @@ def _hooked_by_default(layers: Sequence[str]) -> dict[str, str]:
 
 
 def _row(layer: Layer, hooked: Mapping[str, str]) -> tuple[str, ...]:
-    """A layer's cells in the table, in the order of `_COLUMNS`.
-
-    Args:
-        layer: the layer; the network itself has an empty path.
-        hooked: notes for the last column, by a layer's path.
-    """
+    """A layer's cells in the table, in the order of `_COLUMNS`; the network has an empty path."""
     depth = layer.path.count(".") + 1 if layer.path else 0
     return (
         "  " * depth + (layer.path or "(network)"),
@@ -131,14 +126,14 @@ def _row(layer: Layer, hooked: Mapping[str, str]) -> tuple[str, ...]:
 def _summary(
     name: str, size: int, table: list[Layer], hooked: Mapping[str, str], trained: bool
 ) -> str:
-    """The table's last line: the network's size, and the share that a model computes.
+    """The last line: the network's size, and the share that a model of `hooked` layers computes.
 
     Args:
         name: the network's name.
         size: side of the square image, in pixels.
-        table: the network's layers, the network itself first.
+        table: the network itself, then its layers.
         hooked: notes on hooked layers, by their paths.
-        trained: they are those of a trained model.
+        trained: a trained model hooks them; else they are the defaults.
     """
     whole = table[0]  # the network itself
     text = (

@@ -170,13 +170,7 @@ def _page(options: argparse.Namespace, run: Run, rows: Iterable[Row]) -> str:
 
 
 def _difference(tally: Tally, model: Model, folder: Path) -> str:
-    """A warning if more or fewer images are flagged than promised; empty otherwise.
-
-    Args:
-        tally: numbers of images by verdict.
-        model: the model that has scored them.
-        folder: the model's folder, for the command in the warning.
-    """
+    """A warning if more or fewer images are flagged than promised; empty otherwise."""
     if model.thresholds is None:
         return ""
     promised = model.thresholds.to_review.false_rejects

@@ -249,7 +249,7 @@ def _fitting_hints(
     Args:
         overrides: the values of --set, such as `image.align=none`.
         settings: the defaults, with these overrides.
-        dataset: its good training images show how parts lie.
+        dataset: training images, which show how parts lie.
         report: sizes and bits of the images.
     """
     kind, settled = settings.model.kind, list(overrides)
