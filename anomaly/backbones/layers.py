@@ -286,10 +286,10 @@ def describe(extractor: FeatureExtractor) -> dict[str, Any]:
 
 
 def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureExtractor:
-    """The extractor that a manifest describes, without dry runs (2 s, for torch's compiler).
+    """The extractor that a manifest describes, without the 2 s in which dry runs import compilers.
 
     Args:
-        network: on the meta device; truncated in place.
+        network: the whole network on the meta device, without weights; truncated in place.
         described: the result of `describe`.
 
     Raises:

@@ -289,12 +289,12 @@ class GoodScores:
 
     def _caution_of_groups(self, groups: int) -> str:
         """The limit that a number of groups sets to what thresholds can guarantee."""
-        count = "one group" if groups == 1 else f"{groups} groups"
+        number = "one group" if groups == 1 else f"{groups} groups"
         if groups > 1 and self.left_out:  # a group may have lost all its images
-            count += " at most"
+            number = f"at most {number}"
         return (
-            f"the images come from {count}. Images of one group may be alike, so the bounds count "
-            f"groups. {count} can't guarantee a false-reject rate below "
+            f"the images come from {number}. Images of one group may be alike, so the bounds count "
+            f"groups; so few can't guarantee a false-reject rate below "
             f"{percent(supported_rate(groups))}"
         )
 

@@ -296,11 +296,11 @@ class Stopping:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._handlers:
+        if self._handlers:  # empty outside the main thread, where signals can't be handled
             self._open.remove(self)
             if not self._open:
                 signal.set_wakeup_fd(self._wakeup)
-                self._reader.shutdown(socket.SHUT_RDWR)
+                self._reader.shutdown(socket.SHUT_RDWR)  # ends the thread of `_end_process`
 
     def has_come(self) -> bool:
         """True once a signal has come."""

@@ -62,7 +62,7 @@ class Cluster:
         self._gpus = int(device == "cuda")
 
     def room(self) -> int:
-        """Most actors that can run now; a further one would wait for a processor or a GPU."""
+        """Largest number of actors that the living machines can run at once, busy ones included."""
         needs = ("CPU", "GPU") if self._gpus else ("CPU",)
         machines = [node["Resources"] for node in _ray().nodes() if node["Alive"]]
         # An actor needs its processor and its GPU on one machine.

@@ -266,18 +266,24 @@ def _trial(
 
 
 def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
-    """Scores of the images that stand out from all others, the highest first.
+    """Scores of the images that stand out from the others by name, the highest first.
 
-    Each scores 10 % above the reject threshold that images with lower scores would give, or higher
-    than such an image. At most half of the images: what most of them share isn't suspicious.
+    A suspect scores 10 % above both the present reject threshold and the one that all lower scores
+    would give; every image above a suspect is one, too. At most half of the images, rounded up,
+    are suspects: a look that most images share isn't suspicious.
+
+    Args:
+        new: scores of the new images.
+        limit: the present reject threshold.
+        rate: the false-reject rate asked for.
     """
     order = np.argsort(-np.array(new.image), kind="stable").tolist()
     scores = [new.image[i] for i in order]
     count = 0
     for k in range((len(order) + 1) // 2):
         rest = scores[k + 1 :]
-        least = threshold_for_false_reject_rate(rest, rate).value if rest else limit
-        if scores[k] > _SUSPECT_FACTOR * max(limit, least):
+        of_rest = threshold_for_false_reject_rate(rest, rate).value if rest else limit
+        if scores[k] > _SUSPECT_FACTOR * max(limit, of_rest):
             count = k + 1
     return {new.names[i]: new.image[i] for i in order[:count]}
 

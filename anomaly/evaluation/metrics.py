@@ -473,9 +473,10 @@ class PixelAccumulator:
         defect-free pixels.
 
         Returns:
-            `pixel_auroc`, `pixel_ap`, `pixel_f1_max`; `aupro_30` and `aupro_05`;
-            `lost_defect_share`, the share of defect pixels that lie where nothing was inspected.
-            All are in [0, 1].
+            `pixel_auroc`, `pixel_ap`, `pixel_f1_max`; `aupro_30` and `aupro_05`, the area up to a
+            false-positive rate of 0.3 and 0.05 divided by that rate; `lost_defect_share`, the
+            share of defect pixels that lie where nothing was inspected. All are in [0, 1]; a
+            figure that is undefined comes with its reason.
         """
         if not self._defect_pixels:
             missing = NO_DEFECT_MASKS if self._images else NO_MASKS
@@ -486,12 +487,12 @@ class PixelAccumulator:
         scores, (good, defect, region) = self._scores.weighted()
         if not good.any():
             return Metrics.undefined(_PIXEL_NAMES, NO_GOOD_PIXELS) | lost
-        pair = np.repeat([False, True], len(scores)), np.tile(scores, 2)
+        labels, values = np.repeat([False, True], len(scores)), np.tile(scores, 2)
         of_pixels = np.concatenate([good, defect])
-        of_regions = _Roc.of(*pair, np.concatenate([good, region]))
+        of_regions = _Roc.of(labels, values, np.concatenate([good, region]))
         figures = [
-            _Roc.of(*pair, of_pixels).area(),
-            *_precision(*pair, of_pixels),
+            _Roc.of(labels, values, of_pixels).area(),
+            *_precision(labels, values, of_pixels),
             of_regions.area(0.30),
             of_regions.area(0.05),
         ]

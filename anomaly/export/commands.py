@@ -172,16 +172,16 @@ def golden_images(model: Model, given: Path | None) -> list[Path]:
 
     Args:
         model: the model to export.
-        given: a folder of images; None for training images, drawn with the seed.
+        given: a folder of images; None for 16 training images at most, drawn with the seed.
 
     Raises:
         DataError: none of the training images is where it was, and no folder is given.
     """
     if given is not None:
         return find_inputs([given], option="--golden").paths
-    draw, present = random.Random(model.config.seed), list[Path]()
+    present: list[Path] = []
     training_images, names = TrainingImages(model), sorted(model.manifest["training_images"])
-    for name in draw.sample(names, len(names)):
+    for name in random.Random(model.config.seed).sample(names, len(names)):
         if sample := training_images.find(name):
             present.append(sample.path)
         if len(present) == _GOLDEN_COUNT:

@@ -103,11 +103,12 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
     return frozenset(own.intersection(names))
 
 
-def _others(folder: Path, *, is_own: bool) -> Path | None:
-    """A file that this program hasn't written, in a folder that is to be deleted; None for none.
+def _foreign_path(folder: Path, *, is_own: bool) -> Path | None:
+    """A path in a folder to delete that this program hasn't written; None if there is none.
 
-    In a run's own folders, files are recognised by their suffixes. A folder that the run wasn't
-    asked to write holds others' files only. Files of the system (`left_by_system`) don't count.
+    Files of an own folder are recognised by their suffix, if the run was asked to write it; else
+    all of them are foreign. Own folders other than `FOLDERS` (model, golden) aren't searched, and
+    files of the system (`left_by_system`) don't count.
 
     Args:
         folder: the folder to delete, in a run's folder.
@@ -311,7 +312,7 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
             )
         own = own_outputs(folder, [path.name for path in folder.iterdir()])
         for path in filter(Path.is_dir, present):
-            if (kept := _others(path, is_own=path.name in own)) is not None:
+            if (kept := _foreign_path(path, is_own=path.name in own)) is not None:
                 raise OutputError(
                     f"{kept} isn't from an earlier run, so it isn't deleted; move it away or give "
                     "another --output"

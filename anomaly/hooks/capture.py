@@ -189,7 +189,7 @@ class Capture:
             return None
         self._pending.discard(path)
         last = self._stop and not self._pending
-        call = [self._keep(name, tensor) for name, tensor in named_tensors(output, path)]
+        call = [self._prepared(name, tensor) for name, tensor in named_tensors(output, path)]
         if not call:
             refuse_hidden(repr(path), output)
             raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
@@ -207,7 +207,7 @@ class Capture:
         # A layer behind that works in place then changes the clone, not the captured tensor.
         return map_tensors(Tensor.clone, output) if self._grad else None
 
-    def _keep(self, name: str, tensor: Tensor) -> _Kept:
+    def _prepared(self, name: str, tensor: Tensor) -> _Kept:
         """An output's tensor as it is kept: detached, copied and converted as the options say."""
         if self._grad:
             if not torch.is_grad_enabled():

@@ -338,7 +338,7 @@ def _csv(titles: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> str:
 
 
 def _shown(cell: _Cell) -> str:
-    """A cell as HTML; text of clients and people is escaped."""
+    """A cell as HTML: shares (floats) in percent, – for None; texts are escaped."""
     match cell:
         case Rate():
             return f"{percent(cell.expected)}<small>{cell.interval}</small>"

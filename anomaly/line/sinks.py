@@ -65,7 +65,7 @@ class Sink(ABC):
             self._host = parts.hostname or ""
             self._host.encode("idna")  # as looking it up will
         except ValueError:  # UnicodeError is one
-            parts, self._host = urlsplit(""), ""
+            parts, self._host = urlsplit(""), ""  # refused below
         plain = url.isascii() and url.isprintable() and " " not in url
         if parts.scheme not in schemes or not self._host or not plain:
             raise AnomalyError(
