@@ -238,8 +238,8 @@ class Detector:
         decoding = self.model.loading.decoding
         good = samples_of(good_images, "good images", decoding)
         bad = [] if defects is None else samples_of(defects, "defects", decoding, defects=True)
-        made = update(self.model, good, defects=bad, include_suspects=include_suspects)
-        return Detector(made.agreed(force=force))
+        change = update(self.model, good, defects=bad, include_suspects=include_suspects)
+        return Detector(change.agreed(force=force))
 
     def explain(self, image: ImageLike, *, good: str | Path | None = None) -> Explanation:
         """Pictures and figures that explain an image's score, see `Explanation`.

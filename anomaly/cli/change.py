@@ -41,7 +41,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
         defects that are caught now would pass, or the reject threshold would rise by more than
         chance explains.
     """
-    # Each wish has an option of its own name.
+    # Each wish has the name of its option.
     wishes = Wishes(**{field.name: getattr(options, field.name) for field in fields(Wishes)})
     wishes.check(good=bool(options.good), production=bool(options.production))
     images = {name: _images_of(options, name) for name in ("good", "defects")}
@@ -55,23 +55,17 @@ def run_calibrate(options: argparse.Namespace) -> int:
 def _recalibrate(
     options: argparse.Namespace, wishes: Wishes, images: dict[str, list[Sample]]
 ) -> int:
-    """Show what other thresholds change, and save them; returns the exit code.
-
-    Args:
-        options: the command's options.
-        wishes: the wishes for thresholds.
-        images: good images, defects and production images, by these options' names.
-    """
+    """Show what other thresholds change, and save them; `images` are listed by option."""
     model = load_model(options.model)
     with ProgressLine() as progress:
-        made = recalibrate(model, wishes, **images, progress=progress)
-    print("\n".join(made.lines()))
-    thresholds = made.after.thresholds
+        change = recalibrate(model, wishes, **images, progress=progress)
+    print("\n".join(change.lines()))
+    thresholds = change.after.thresholds
     if thresholds is None or thresholds == model.thresholds:
         print("the model already has these thresholds; nothing was changed")
-    elif agreed(made.doubts, options):
+    elif agreed(change.doubts, options):
         folder = find_model(options.model)
-        after = save(made.after, folder, overwrite=True)
+        after = save(change.after, folder, overwrite=True)
         print(
             f"new thresholds saved: model {model.model_id} is now {after}; all changes are listed "
             f"in {folder / HISTORY}"
@@ -81,7 +75,7 @@ def _recalibrate(
             log.info("To undo: anomaly calibrate --model %s --undo", run)
     else:
         return 1
-    return 3 if made.refused else 0
+    return 3 if change.refused else 0
 
 
 def _images_of(options: argparse.Namespace, name: str, *, unsorted: bool = False) -> list[Sample]:
@@ -150,7 +144,7 @@ def _learn(
     if not good:
         raise DataError(f"{options.feedback} has no part with a picture that was called good")
     with ProgressLine() as progress:
-        made = update(
+        change = update(
             model,
             good,
             defects=defects,
@@ -159,15 +153,15 @@ def _learn(
             scratch=scratch,
             progress=progress,
         )
-    print("\n".join(made.lines()))
-    if not agreed(made.doubts, options):
+    print("\n".join(change.lines()))
+    if not agreed(change.doubts, options):
         return 1
     output: Path = options.output
-    model_id = save_updated(made.after, options.model, output, overwrite=options.overwrite)
+    model_id = save_updated(change.after, options.model, output, overwrite=options.overwrite)
     if (scratch / _JUDGED).is_dir():
         (scratch / _JUDGED).rename(output / _JUDGED)
     print(f"{output / 'model'} holds model {model_id}, updated from {folder}")
-    return 3 if made.refused else 0
+    return 3 if change.refused else 0
 
 
 def _confirmed(record: Path, model: Model, scratch: Path) -> Confirmed:
@@ -205,8 +199,8 @@ def run_tune(options: argparse.Namespace) -> int:
     print("\n".join(tuning.lines()))
     tuning.write(output)
     better = tuning.judgement.better
-    which = "The settings are" if better else "Your settings, unchanged, are"
-    print(f"\n{which} in {output}")
+    settings = "The settings are" if better else "Your settings, unchanged, are"
+    print(f"\n{settings} in {output}")
     if better:
         print(f"Train with them: anomaly train --config {shlex.quote(str(output))}")
         model = shlex.quote(f"runs/{tuning.config.name}")
