@@ -75,16 +75,12 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def named(folders: Mapping[str, Path]) -> dict[str, Path]:
-    """Model folders by the names in routes, rows and pages: valid text, one for each folder."""
+    """Model folders by the names in routes, rows and pages, which are valid text."""
     return {visible(name.replace("\\", "\\\\")): folder for name, folder in folders.items()}
 
 
 def _token(options: argparse.Namespace) -> str:
-    """The token that clients have to send; empty for none.
-
-    Raises:
-        AnomalyError: the token can't be read or is too short, or `--host` needs one.
-    """
+    """The token that clients have to send; empty for none."""
     token, origin = os.environ.get("ANOMALY_TOKEN", "").strip(), "$ANOMALY_TOKEN"
     if (file := options.token_file) is not None:
         try:
@@ -247,7 +243,7 @@ def _seals(model: Path) -> list[bytes]:
 
 
 def _kept(run: Path, kind: str) -> list[Path]:
-    """Folders of the versions of a kind, the oldest first."""
+    """Folders of a kind of versions, the oldest first."""
     return sorted(version for version in (run / kind).glob("*") if version.is_dir())
 
 

@@ -6,11 +6,11 @@ larger than the calibration images support; among all parts, no larger than that
 defects. A cumulative sum watches each level (binomial CUSUM: Page 1954; Reynolds & Stoumbos 1999,
 "A CUSUM chart for monitoring a proportion when inspecting continuously").
 
-If parts are independent, each is a Bernoulli trial and the sum a Markov chain, so its chance to
-reach a limit can be computed, whatever the distribution of the scores. A smaller share above the
-level only lowers it. Parts of a lot resemble each other: k of them then say as much as one, and the
-limit rises k-fold. k is the variance of the share above the level between blocks of parts, divided
-by that of independent parts (design effect: Kish 1965).
+Of independent parts the sum is a Markov chain, so its chance to reach a limit can be computed,
+whatever the distribution of the scores; a smaller share above the level only lowers it. Parts of a
+lot resemble each other: k of them say as much as one, and the limit rises k-fold. k is the variance
+of the share above the level between blocks of parts, divided by that of independent parts (design
+effect: Kish 1965).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ HORIZON = 2000  # parts that the false-alarm rate is stated for
 _CELLS = 300  # least number of states of the Markov chain
 _LEAST_JUMP = 10  # least number of cells that a part above the level adds
 _BLOCK = 100  # parts; longer than most lots
-# The first blocks say little of how many parts say as much as one: this figure weighs as much as 6
-# blocks. Blocks cut lots in two, so the variance between them is too small: hence the factor. By
-# simulation: lots of 50 seldom raise an alarm, a shift of one standard deviation does in 200 parts.
+# The first blocks say little of k: _ALIKE weighs as much as 6 of them. Blocks cut lots in two, so
+# the variance between them is too small by _CUT. By simulation: lots of 50 seldom raise an alarm,
+# a shift of one standard deviation does within 200 parts.
 _ALIKE, _WEIGHT, _CUT = 3.0, 6, 1.6
 
 
@@ -64,10 +64,7 @@ class Level:
 
 
 def gains(promised: float) -> tuple[float, float]:
-    """Increments of the sum: for a part below the level (negative), and for one above it.
-
-    The sum finds a rise to twice the odds of `promised` soonest.
-    """
+    """Increments of the sum for a part below and above the level, tuned to twice the odds."""
     after = 2 * promised / (1 + promised)
     return math.log((1 - after) / (1 - promised)), math.log(after / promised)
 
@@ -76,11 +73,11 @@ def gains(promised: float) -> tuple[float, float]:
 def limit_of(promised: float, chance: float) -> float:
     """The alarm limit: the sum that `HORIZON` normal parts reach with this chance at most."""
     down, up = gains(promised)
-    # The sum is the log of a likelihood ratio since one of the parts. By Ville's inequality each
-    # ratio exceeds HORIZON / chance with a probability of chance / HORIZON at most.
+    # By Ville's inequality the likelihood ratio since any one part exceeds HORIZON / chance with a
+    # probability of chance / HORIZON at most.
     highest = math.log(HORIZON / chance)
-    # A cell is a fraction 1 / n of `down`. `up` is rounded up to whole cells, so that the computed
-    # chance is never too small; of many n the one that rounds least is taken.
+    # A cell is 1 / n of `down`. `up` is rounded up to whole cells, so that the chance is never too
+    # small; the n that rounds least is taken.
     least = math.ceil(max(-down * _CELLS / highest, -down * _LEAST_JUMP / up))
     steps = min(range(least, 2 * least), key=lambda n: math.ceil(up * n / -down) / n)
     cell = -down / steps
@@ -101,8 +98,8 @@ def _reached(promised: float, cells: int, steps: int, jump: int) -> float:
     Args:
         promised: chance that a part lies above the level.
         cells: the limit.
-        steps: cells by which a part below the level lowers the sum.
-        jump: cells by which a part above the level raises it.
+        steps: cells that a part below the level takes away.
+        jump: cells that a part above the level adds.
     """
     chances = np.zeros(cells)
     chances[0] = 1.0
@@ -199,7 +196,7 @@ class Promise:
     def given(
         cls, limits: Thresholds, same_scores: Collection[str], caught: float | None = None
     ) -> Promise:
-        """The promise of a model's thresholds; other arguments are those of the attributes."""
+        """The promise of thresholds; other arguments as the attributes."""
         review, reject = limits.to_review.false_rejects, limits.to_reject.false_rejects
         rates: dict[Literal["review", "reject"], Rate] = {"review": review, "reject": reject}
         return cls(rates, levels_of(limits), sorted(same_scores), caught)
@@ -245,10 +242,7 @@ class Drift:
         return lines
 
     def flagged(self, review: Threshold) -> Comparison:
-        """Compare the share of flagged parts with the promise of the review threshold.
-
-        Without room for an alarm the threshold isn't one of the levels: `as promised`.
-        """
+        """The share of flagged parts against the promise, if the threshold is a level."""
         for watched in self.watched:
             if watched.level.value == review.value:
                 above, parts = (round(n / watched.alike) for n in (watched.above, self.parts))
@@ -279,8 +273,8 @@ def scores_of(
 
     Args:
         db: a record, opened by `open_to_read`.
-        model_ids: ids of the models that have scored the parts.
-        condition: an SQL expression that is true for the parts wanted.
+        model_ids: ids of the models.
+        condition: an SQL condition for the parts.
         most: largest number of scores; the newest count.
     """
     query = _SCORES.format(condition=condition)

@@ -57,9 +57,9 @@ class Version:
 
     Attributes:
         model: the model.
-        checked: a sentence about what was checked.
-        decoders: processes that decode and draw the model's parts.
-        drift: the drift of the model's scores, with the promise; None without thresholds.
+        checked: a sentence about the checks.
+        decoders: processes that decode and draw.
+        drift: drift of the scores, with the promise; None without thresholds.
     """
 
     model: Model
@@ -292,7 +292,7 @@ class ModelSlot:
         result: Prediction | UnusableImage,
         drawing: Future[Pictures | UnusableImage],
     ) -> None:
-        """Record a part whose pictures are drawn, or couldn't be; the file may be unusable."""
+        """Record a part whose pictures were drawn, or couldn't be."""
         if (error := drawing.exception()) is not None:
             reason = f"drawing failed: {why(error)}"
             self._put(part, UnusableImage(part.index, "failed", reason), Pictures())
@@ -334,7 +334,7 @@ class ModelSlot:
             part.done.set_result(answered)
 
     def facts(self) -> dict[str, Any]:
-        """State, model, checks, and what the thresholds promise and keep, as plain values."""
+        """State, model, checks, promises and drift, as plain values."""
         facts = {"name": self.name, "state": self.state, "refused": self.refused}
         facts |= {"reason": self.trouble, "checked": "", "drift": self.drifted()}
         if (version := self.version) is not None:

@@ -117,7 +117,7 @@ class Record:
     Args:
         file: created if missing.
         goods: share of good parts whose picture is kept, drawn by their numbers; pictures of
-            judged parts, and of parts not called good, are always kept.
+            judged and of flagged parts are always kept.
         megabytes: limit for all pictures; above it the oldest are deleted, good parts first.
 
     Attributes:
@@ -147,7 +147,7 @@ class Record:
             self._db.close()
 
     def trouble(self) -> str:
-        """The reason that the record can't be written now, which is tried; empty if it can."""
+        """The reason that the record can't be written, which is tried; empty if it can."""
         with suppress(OutputError), self.changing():
             pass
         return self._trouble
@@ -244,14 +244,14 @@ class Record:
 
         Args:
             before: only parts with a lower number.
-            verdict: only parts with this verdict; empty for all.
+            verdict: only parts with this verdict.
             limit: largest number of parts.
-            model: only parts of this model; empty for all.
-            number: only the part of this number.
+            model: only parts of this model.
+            number: only this part.
 
         Returns:
-            Rows as of results.jsonl, with `id`, `model`, `picture` (whether the record has one),
-            and `feedback` (the image's newest judgement, or None).
+            Rows as of results.jsonl, with `id`, `model`, `picture` (whether there is one), and
+            `feedback` (the image's newest judgement, or None).
         """
         wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict, "parts.model = ?": model}
         wanted["parts.id = ?"] = number
@@ -261,7 +261,7 @@ class Record:
         return [from_json(line) for (line,) in self.read(query, (*conditions.values(), limit))]
 
     def picture(self, number: int, kind: Literal["file", "heatmap"]) -> bytes | None:
-        """A part's image file or heatmap; None if the record has no picture of the part."""
+        """A part's image file or heatmap; None if it isn't kept."""
         rows = self.read(f"SELECT {kind} FROM pictures WHERE part = ?", (number,))
         return (rows[0][0] or None) if rows else None
 
@@ -269,7 +269,7 @@ class Record:
         """Number of parts by verdict, or by status if they couldn't be scored.
 
         Args:
-            since: only parts since this time (ISO 8601, UTC).
+            since: a time (ISO 8601, UTC).
             model: only parts of this model; empty for all.
         """
         query = "SELECT IIF (status = 'ok', verdict, status) AS outcome, COUNT (*) FROM parts"
@@ -278,7 +278,7 @@ class Record:
         return {outcome or "no verdict": count for outcome, count in rows}
 
     def read(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """The rows of a query, on a connection of its own, so that it never waits for writers."""
+        """The rows of a query, on a connection of its own, which never waits for writers."""
         with open_to_read(self.file) as db:
             return db.execute(query, values).fetchall()
 
@@ -389,7 +389,7 @@ def _rows(file: Path) -> sqlite3.Connection:
 
 
 def _foreign(db: sqlite3.Connection) -> str:
-    """The reason that a database is no record, for a message; empty for one or an empty file."""
+    """The reason that a database is no record; empty for a record or an empty file."""
     version, tables = db.execute(_STATE).fetchone()
     if version not in (0, _FORMAT):
         return "was written by another version of this program"
@@ -412,7 +412,7 @@ def _schema() -> str:
 
 
 def _places(file: Path) -> dict[str, tuple[int, int]]:
-    """Device and inode of the record and its two logs, without missing files, by their endings."""
+    """Device and inode of the record and its logs, by their endings."""
     places = {}
     for end in ("", *_LOGS):
         with suppress(OSError):
@@ -486,7 +486,7 @@ def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> C
 
 
 def safe_name(text: str) -> str:
-    """A kind of defect as a folder's name, which leads nowhere else and isn't hidden."""
+    """A kind of defect as the name of a visible folder."""
     return short_name(re.sub(r"[^\w .-]|^\.|\.$", "_", text.strip()) or "_")
 
 

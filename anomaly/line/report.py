@@ -150,16 +150,13 @@ def report(
     """A report of a period.
 
     Args:
-        record: the record of `serve`, which may be in use, or results.jsonl.
+        record: as for `parts_of`.
         period: the period.
-        prices: prices by the names of `_PRICES`, as numbers, and the `currency`.
+        prices: numbers by the names in `_PRICES`, and the `currency`.
         more: promises that the record doesn't hold.
 
     Returns:
-        Texts of the report's files by name, the page first; whether a model's scores have drifted.
-
-    Raises:
-        DataError: there is no record.
+        Texts of the report's files by name; whether a model's scores have drifted.
     """
     with parts_of(record, period) as db:
         lines = db.execute("SELECT model_id, line FROM promises")
@@ -218,7 +215,7 @@ def _select(db: sqlite3.Connection, view: str) -> tuple[list[str], list[Any]]:
 def _promised(
     promises: _Promises, model: str, version: str, parts: int, *counts: Any
 ) -> Iterator[list[_Cell]]:
-    """Rows about the promise of a version: parts flagged, good parts rejected, defects missed."""
+    """Rows about a version's promise: parts flagged, good parts rejected, defects missed."""
     flagged, false_rejects, defects, escapes = counts
     name = f"{model} {version}"
     if (promise := promises.get(version)) is None:
@@ -237,7 +234,7 @@ def _promised(
 
 
 def _compared(threshold: str, count: int, parts: int, rate: Rate) -> str:
-    """The share of parts above a threshold against the promise: `as promised`, `more`, `fewer`."""
+    """The share of parts above a threshold against its promise."""
     if parts < LEAST_PARTS:
         return f"unknown: fewer than {LEAST_PARTS} parts"
     compared = compare_flagged(count, parts, rate)

@@ -28,18 +28,18 @@ from anomaly.line.service import InspectionService
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 _MOST_AT_ONCE = 256  # requests in progress; health and figures are always answered
-_IDLE_SECONDS = 15  # for which a connection stays open for the next request
-_HEAD_BYTES = 32768  # limit for a request's line and headers
-_IMAGE_BYTES = 256_000_000  # limit for one image file
-_SHORT_BYTES = 64_000  # limit for any other body
-_HELD_BYTES = 512_000_000  # limit for all bodies being received or waiting for their answers
-_RECEIVE_SECONDS = 30.0  # until a body has to be complete
-_DRAIN_SECONDS = 1.0  # in which the rest of a refused body is read
+_IDLE_SECONDS = 15  # until a connection without a request is closed
+_HEAD_BYTES = 32768
+_IMAGE_BYTES = 256_000_000  # of an image file
+_SHORT_BYTES = 64_000  # of any other body
+_HELD_BYTES = 512_000_000  # of all bodies being received or waiting for their answers
+_RECEIVE_SECONDS = 30.0  # until a body is complete
+_DRAIN_SECONDS = 1.0  # for the rest of a refused body
 _LAST_SECONDS = 3  # after a stop, until waiting parts are refused; then for slow clients
 _MOST_LAST_SECONDS = 60  # after a stop, for parts whose decoding has begun
-_OPEN = ("/v2/health/live", "/v2/health/ready")  # without a token, which supervisors lack
+_OPEN = ("/v2/health/live", "/v2/health/ready")  # for supervisors, which have no token
 _ALWAYS = (*_OPEN, "/metrics")
-_PAGE_HEADER = b"x-requested-with"  # of requests by the page's scripts, see line.js
+_PAGE_HEADER = b"x-requested-with"  # of the page's requests, see line.js
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -82,7 +82,7 @@ def serve(
         app: the routes, as an ASGI application.
         service: the service, entered.
         listener: a listening socket.
-        token: the token that each request has to send; empty for none. See `Guard`.
+        token: see `Guard`.
         stopped: returns true once the server has to stop; called ten times a second.
     """
     config = uvicorn.Config(
@@ -101,10 +101,10 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to the command and ends when all parts are answered.
+    """A uvicorn server that leaves signals to the command.
 
     Once stopped, it refuses new parts, and after some seconds waiting ones; parts whose decoding
-    has begun are finished, unless one takes a minute.
+    has begun are answered, unless one takes a minute.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _leave_slow_clients(self) -> None:
-        """Close the connections whose clients haven't taken their answers."""
+        """Close the connections of clients that haven't taken their answers."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -198,11 +198,7 @@ class Guard:
             self._service.held -= sum(map(len, pieces))
 
     def _admit(self, scope: Any, headers: Mapping[bytes, str]) -> None:
-        """Refuse clients without access, and while too many ask, all but health and figures.
-
-        Raises:
-            HTTPException: 401, 403 or 503.
-        """
+        """Refuse clients without access, and while too many ask, all but health and figures."""
         host = headers.get(b"host", "")
         if not self._token and not is_loopback(_hostname(host)):
             raise HTTPException(403, "without a token only this machine may ask, as localhost")

@@ -131,7 +131,7 @@ class InspectionService:
         return bytes(read_one(photograph, file, decoding, about=Path(parts[0]["path"])))
 
     def parts(self, **wanted: Any) -> list[dict[str, Any]]:
-        """The parts that `Record.parts` gives; `picture` is true of recent heatmaps as well."""
+        """The parts of `Record.parts`; `picture` is true of recent heatmaps as well."""
         parts = self.record.parts(**wanted)
         return [
             part | {"picture": part["picture"] or part["id"] in self._heatmaps} for part in parts
@@ -287,7 +287,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 async def _unavailable(request: Request, error: Exception) -> Response:
-    """Status 503: the record can't be read or written, or too many parts or clients wait."""
+    """Status 503: the record can't be used, or too many parts wait."""
     return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "5"})
 
 

@@ -84,7 +84,7 @@ class Sink(ABC):
 
         Args:
             message: the row as JSON.
-            key: identifies this row whenever it is sent.
+            key: the same whenever this row is sent.
 
         Raises:
             NotTakenError: the receiver hasn't confirmed the row.
@@ -105,7 +105,7 @@ class Webhook(Sink):
             self._headers["Authorization"] = f"Basic {basic}"
 
     def send(self, message: bytes, key: str) -> None:
-        """Send the row as a request with the key as `Idempotency-Key`; see `Sink.send`."""
+        """Send the row with the key as `Idempotency-Key`; see `Sink.send`."""
         is_https = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
         connection, late = kind(self._host, self._port, timeout=_SECONDS), threading.Event()
@@ -156,7 +156,7 @@ class Mqtt(Sink):
             raise AnomalyError("--mqtt needs paho-mqtt: pip install 'anomaly[mqtt]'")
 
     def send(self, message: bytes, key: str) -> None:
-        """Publish the row, which holds what identifies it; see `Sink.send`."""
+        """Publish the row, which identifies itself; see `Sink.send`."""
         from paho.mqtt.client import Client
         from paho.mqtt.enums import CallbackAPIVersion
 
@@ -204,10 +204,6 @@ class Outbox:
     """Sends a record's rows to a receiver, in a thread. Use it in a `with` statement.
 
     A new receiver gets rows from now on, a known one those that it hasn't confirmed yet.
-
-    Args:
-        record: holds the rows.
-        sink: the receiver.
 
     Attributes:
         name: the receiver's name in messages.
