@@ -48,16 +48,16 @@ class Graph:
         version: the engine's version.
 
     Raises:
-        ModelError: the engine isn't installed. At a run: the engine can't read the graph, or can't
-            compute it on this machine.
+        ModelError: the engine isn't installed. At a run: the engine can't read the graph or can't
+            compute it on this machine, or the process was forked after an earlier run.
     """
 
     def __init__(self, file: Path, engine: str, threads: int) -> None:
         self.file, self.engine = file, engine
         self._threads = max(1, threads)
-        self._compiling, self._process = Lock(), os.getpid()
-        self._compiled: dict[int, Run] = {}
-        module = installed(engine, f"{file.parent} was exported for")
+        self._compiling, self._process = Lock(), os.getpid()  # the process that compiles
+        self._compiled: dict[int, Run] = {}  # by number of calls at the same time
+        module = import_engine(engine, f"{file.parent} was exported for")
         self.version = str(module.__version__).partition("-")[0]
 
     def __call__(self, images: Array) -> list[Array]:
@@ -67,9 +67,9 @@ class Graph:
             images: (B, 3, H, W) float32 RGB in [0, 1]; for a graph from pixels (B, H, W, 3) uint8.
         """
         images = np.ascontiguousarray(images)
-        # A thread that computes alone is one of several, which run the graph at the same time; any
-        # other thread runs it with all processor threads.
-        run = self._for(self._threads if get_threads() == 1 else 1)
+        # A thread limited to one processor thread is one of several that call at the same time; any
+        # other thread gets all processor threads for its call.
+        run = self._compiled_for(self._threads if get_threads() == 1 else 1)
         try:
             return run(images)
         except Exception:  # each engine has its own family of errors
@@ -80,12 +80,8 @@ class Graph:
                 "images or a smaller batch_size, or export the model for another engine"
             ) from None
 
-    def _for(self, streams: int) -> Run:
-        """The graph as a function, compiled for a number of calls at the same time.
-
-        Raises:
-            ModelError: the engine can't load it, or this process was forked after it was loaded.
-        """
+    def _compiled_for(self, streams: int) -> Run:
+        """The graph as a function, compiled once for each number of calls at the same time."""
         if self._compiled and self._process != os.getpid():
             raise ModelError(
                 f"{self.file.parent} was used before this process was forked, and the threads of "
@@ -106,49 +102,46 @@ class Graph:
             return self._compiled[streams]
 
 
-def installed(engine: str, what: str) -> Any:
-    """Import an engine's module.
+def import_engine(engine: str, use: str) -> Any:
+    """The module of an engine: `onnxruntime` or `openvino`.
 
     Args:
         engine: a key of `ENGINES`.
-        what: the message up to the engine's name, for example "runs/x/model was exported for".
-
-    Returns:
-        The module: `onnxruntime` or `openvino`.
+        use: the error message up to the engine's name, such as "runs/x/model was exported for".
 
     Raises:
         ModelError: the engine isn't installed.
     """
     name, module, _ = ENGINES[engine]
-    # OpenVINO's converter, which nobody here uses, would put an id for its statistics into the
-    # user's home folder as soon as it is imported; without this module it doesn't.
+    # Importing OpenVINO also imports its converter, which writes an id for its statistics into the
+    # user's home folder. None makes the import of this module fail, and no id is written.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
         return import_module(module)
     except ImportError:
         raise ModelError(
-            f"{what} {name}, which isn't installed: pip install 'anomaly[{engine}]'"
+            f"{use} {name}, which isn't installed: pip install 'anomaly[{engine}]'"
         ) from None
 
 
 def _onnx(file: Path, threads: int, streams: int) -> Run:
-    """A graph as a function, in ONNX Runtime; `streams` calls at the same time share `threads`."""
+    """A graph as a function, in ONNX Runtime; `streams` calls at a time share `threads`."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads // streams
-    options.log_severity_level = 4
+    options.log_severity_level = 4  # fatal errors only: others are raised
     # Threads that wait in a loop would take the cores from those that decode.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    graph = file.read_bytes()  # its own reader takes no path that isn't valid text
+    graph = file.read_bytes()  # ONNX Runtime opens no path that isn't UTF-8
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda images: list(session.run(None, {name: images}))
 
 
 @contextmanager
-def _stack_of_signals() -> Iterator[None]:
-    """A block after which this thread has the stack of its signal handlers back.
+def _signal_stack_restored() -> Iterator[None]:
+    """At the end of the block, give this thread its stack for signal handlers back.
 
     On processors with AMX, OpenVINO replaces it by one with room for the registers alone: Python's
     handlers overflow it, and Ctrl-C ends the process by a segmentation fault.
@@ -165,10 +158,10 @@ def _stack_of_signals() -> Iterator[None]:
 
 
 def _openvino(file: Path, threads: int, streams: int) -> Run:
-    """A graph as a function, in OpenVINO; `streams` calls at the same time share `threads`."""
+    """A graph as a function, in OpenVINO; `streams` calls at a time share `threads`."""
     import openvino
 
-    with _stack_of_signals():
+    with _signal_stack_restored():
         compiled = openvino.Core().compile_model(
             file,
             "CPU",
@@ -182,7 +175,7 @@ def _openvino(file: Path, threads: int, streams: int) -> Run:
                 "ENABLE_MMAP": False,
             },
         )
-    free: SimpleQueue[Any] = SimpleQueue()
+    free: SimpleQueue[Any] = SimpleQueue()  # requests that no call is using
 
     def run(images: Array) -> list[Array]:
         try:
@@ -200,18 +193,18 @@ def _openvino(file: Path, threads: int, streams: int) -> Run:
 def _first_alone(run: Run, images: Array) -> list[Array]:
     """Outputs of a graph; until the first run in this process has ended, no other one begins.
 
-    The first run sets up what all runs of OpenVINO share, and waits for Python's lock. A second run
-    in another thread would hold that lock and wait for the first one for ever.
+    OpenVINO's first run holds its own set-up lock and waits for Python's lock. A second run in
+    another thread would hold Python's lock and wait for the set-up: a deadlock.
     """
     if _has_run.is_set():
         return run(images)
-    with _first:
+    with _first_run:
         results = run(images)
         _has_run.set()
     return results
 
 
-_first, _has_run = Lock(), Event()
+_first_run, _has_run = Lock(), Event()  # held during the first run; set once it has ended
 
 
 _MAX_BATCH = 2  # larger batches are no faster with any engine; eight images take twice the memory
@@ -219,7 +212,7 @@ _MAX_BATCH = 2  # larger batches are no faster with any engine; eight images tak
 
 @dataclass(frozen=True, eq=False)
 class ExportedNetwork:
-    """A graph from images to patch embeddings: `FeatureExtractor` and `Embedder` in one.
+    """A graph from images to patch embeddings, used like an `Embedder` and its extractor.
 
     Threads may share one.
 
@@ -256,7 +249,7 @@ class ExportedNetwork:
         return self._run(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))
 
     def max_batch_size(self, wanted: int) -> int:
-        """Number of images to compute together: the number wanted, or the engines' limit."""
+        """Images in a batch: the number wanted, at most `_MAX_BATCH`."""
         return min(wanted, _MAX_BATCH)
 
     def inference_mode(self) -> AbstractContextManager[Any]:
@@ -264,11 +257,10 @@ class ExportedNetwork:
         return nullcontext()
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """(h, w) of the patches of a network input of (H, W) pixels, by a dry run."""
+        """(h, w) of the patches of a network input of (H, W) pixels; computes a black image."""
         height, width = self._run(np.zeros((1, 3, *size), np.float32)).shape[1:3]
         return height, width
 
     def _run(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Patch embeddings (B, h, w, D) of images (B, 3, H, W) in [0, 1]."""
         # Image by image: as fast as a batch, in a fraction of its memory.
         return np.concatenate([self.graph(image[None])[0] for image in images])

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anomaly.backbones.extractor import FeatureExtractor, Layout, Pair, Truncation, layout_of
+from anomaly.backbones.extractor import ConvNorm, FeatureExtractor, Layout, Truncation, layout_of
 from anomaly.errors import ConfigError, LayerError
 from anomaly.hooks import HookSet, capture, match
 from anomaly.hooks.capture import named_tensors
@@ -36,8 +36,8 @@ class Layer:
         layout: the output's layout; None where the output is no grid of positions.
         parameters: number of parameters, those of the layers inside included.
         multiply_adds: multiply-adds of the whole network up to the end of this layer, in
-            convolutions, matrix products and attention.
-        share: `multiply_adds` as a share of the whole pass.
+            convolutions, matrix products and attention; 0 where the layer isn't run.
+        share: `multiply_adds` as a share of the whole pass, 0 to 1.
         finished: number of layers that end before it; -1 where the layer isn't run.
         runs: number of runs in one pass. With several, the path doesn't say which run is meant.
     """
@@ -54,13 +54,13 @@ class Layer:
 
     @property
     def stride(self) -> int | None:
-        """Network pixels between positions of a feature map; None for other outputs and 1×1."""
-        several = self.shape is not None and self.shape[-1] > 1
-        return self.layout.stride if several and self.layout and self.layout.axes == "map" else None
+        """Network pixels between positions of a map (B, C, h, w); None for others and for 1×1."""
+        wide = self.shape is not None and self.shape[-1] > 1
+        return self.layout.stride if wide and self.layout and self.layout.axes == "map" else None
 
 
 def layer_table(network: nn.Module, size: int) -> list[Layer]:
-    """The layers of a network, each described by a dry run, in which nothing is computed.
+    """The layers of a network, each described by a dry run.
 
     Args:
         network: on the meta device, in eval mode.
@@ -84,14 +84,14 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
         tensors = named_tensors(output, path)
         ended.pop(path, None)  # of several calls the last one counts, also for the order
         shape = tuple(tensors[0][1].shape) if tensors else None
-        ended[path] = shape, counter.get_total_flops() // 2
+        ended[path] = shape, counter.get_total_flops() // 2  # a multiply-add is two operations
         runs[path] += 1
 
     with FlopCounterMode(display=False) as counter, HookSet(network) as hooks:
         hooks.forward(nn.Module, record)
         _run_dry(network, size, size, network)
     order = {path: place for place, path in enumerate(ended)}
-    total = max(ended[""][1], 1)
+    total = max(ended[""][1], 1)  # a network without such layers has 0
     table = []
     for module, path in paths.items():
         shape, multiply_adds = ended.get(path, (None, 0))
@@ -114,11 +114,7 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
 def _run_dry(network: nn.Module, height: int, width: int, run: Callable[[Tensor], Any]) -> None:
     """Run a network on an image (1, 3, H, W) on the meta device, which has shapes and no values.
 
-    Args:
-        network: on the meta device, in eval mode.
-        height: H.
-        width: W.
-        run: the network itself, or the `run` of a capture that stops the pass early.
+    `run` is the network itself, or the `run` of a capture that stops the pass early.
 
     Raises:
         LayerError: the network doesn't take images of this size.
@@ -140,14 +136,10 @@ def own_side(network: nn.Module) -> int | None:
     return size[-1] if size else None
 
 
-def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = ()) -> bool:
-    """True if a network takes images of a size; a dry run shows it.
+def takes_size(network: nn.Module, height: int, width: int, layers: Sequence[str] = ()) -> bool:
+    """True if a network on the meta device takes images of a size in pixels; a dry run shows it.
 
-    Args:
-        network: on the meta device, in eval mode.
-        height: H.
-        width: W.
-        layers: paths of layers; the pass ends after the last of them. Empty for a whole pass.
+    The pass ends after the last of the layers, given by path; without any it is a whole pass.
     """
     with suppress(LayerError), capture(network, list(layers) or "", stop=True) as captured:
         _run_dry(network, height, width, captured.run)
@@ -156,13 +148,12 @@ def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = (
 
 
 def side_multiple(network: nn.Module, layers: Sequence[str] = ()) -> int | None:
-    """The number (32 or 14) that divides the sides of images; None for squares of one size only.
+    """32 or 14: a network takes images whose sides are multiples of it; None if of neither.
 
-    Args:
-        network: on the meta device, in eval mode.
-        layers: paths of layers; the pass ends after the last of them. Empty for a whole pass.
+    It is None for squares of one size only. A dry run on sides of 7 and 8 times the number shows
+    it, up to the last of the layers, as in `takes_size`.
     """
-    return next((m for m in (32, 14) if takes(network, 7 * m, 8 * m, layers)), None)
+    return next((m for m in (32, 14) if takes_size(network, 7 * m, 8 * m, layers)), None)
 
 
 # Sides of dry-run images: both multiples of 32, and 224 also of 14, a usual side of patches.
@@ -170,7 +161,7 @@ PROBES = (256, 224)
 
 
 def probes(network: nn.Module) -> tuple[int, ...]:
-    """Sides of square images to try on a network: `PROBES`, then the one it was trained with."""
+    """Sides of square images to try on a network: `PROBES`, then that it was trained with."""
     return (*PROBES, own) if (own := own_side(network)) and own not in PROBES else PROBES
 
 
@@ -178,12 +169,12 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
     """Paths of the layers to hook where the config names none: those at strides 4, 8 and 16.
 
     A transformer's blocks all have one stride; there they are the blocks after half, three quarters
-    and all of it.
+    and all of it. Either way in the order in which they run.
 
     Args:
         name: the network's name, for messages.
         network: on the meta device, in eval mode.
-        count: number of layers, 1 to 3; the coarsest are taken first.
+        count: number of layers, 1 to 3; fewer than 3 are the last ones.
 
     Raises:
         ConfigError: the network has no such layers; the message says how to choose some.
@@ -203,8 +194,9 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
 def _at_strides(table: Sequence[Layer], side: int) -> tuple[str, ...]:
     """Paths of the last layers at strides 4, 8 and 16; empty unless there is one at each.
 
-    Only the network's parts and the parts of these count: further inside, a stride begins before
-    the network's features of that stride are complete. A stride has to divide the image's side.
+    Only layers that run once count, and only the network's parts and the parts of these: further
+    inside, a stride begins before the network's features of that stride are complete. A stride has
+    to divide the side of the image.
     """
     latest: dict[int, str] = {}
     for layer in sorted(table, key=attrgetter("finished")):
@@ -226,15 +218,15 @@ def _late_blocks(table: Sequence[Layer]) -> tuple[str, ...]:
         if layer.shape is not None and len(layer.shape) == 3:
             key = layer.path.count("."), layer.path.rpartition(".")[0], layer.kind
             blocks.setdefault(key, []).append(layer.path)
-    several = [key for key, paths in blocks.items() if len(paths) >= 4]
-    if not several:
+    stacks = [key for key, paths in blocks.items() if len(paths) >= 4]
+    if not stacks:
         return ()
-    outermost = blocks[min(several)]
+    outermost = blocks[min(stacks)]  # the least depth
     return tuple(outermost[len(outermost) * quarter // 4 - 1] for quarter in (2, 3, 4))
 
 
 class PassThrough(nn.Module):
-    """A module in the place of a dropped one: it returns its first argument."""
+    """A module in the place of a dropped one."""
 
     def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
         """The first argument; the dropped module may have taken others, too."""
@@ -253,7 +245,8 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
 
     Raises:
         LayerError: a layer doesn't exist, doesn't run exactly once, or puts out neither a map nor
-            tokens; or tokens, in a network that takes squares of one size only.
+            tokens; or the network takes none of the sizes tried, or has tokens or maps (B, h, w, C)
+            and takes squares of one size only.
     """
     run = truncate_in_place(network, layers)
     side, paths = run.side, tuple(run.outputs)
@@ -267,7 +260,7 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
             )
         layouts.append(layout)
     only_maps = all(layout.axes == "map" for layout in layouts)
-    if not only_maps and not takes(network, side, 2 * side, paths):
+    if not only_maps and not takes_size(network, side, 2 * side, paths):
         raise LayerError(
             f"{type(network).__name__} takes images of {side}×{side} only, so its tokens "
             "can't be placed on others; choose another network"
@@ -281,12 +274,12 @@ _DESCRIPTION = TypeAdapter(Truncation)
 
 
 def describe(extractor: FeatureExtractor) -> dict[str, Any]:
-    """An extractor's truncation as plain values, for a manifest."""
+    """The fields of an extractor's `Truncation` as JSON values, for a manifest."""
     return cast(dict[str, Any], _DESCRIPTION.dump_python(extractor, mode="json"))
 
 
 def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureExtractor:
-    """The extractor that a manifest describes, without the 2 s in which dry runs import compilers.
+    """The extractor that a manifest describes, without dry runs, which take 2 s.
 
     Args:
         network: the whole network on the meta device, without weights; truncated in place.
@@ -298,12 +291,12 @@ def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureE
     truncation = _DESCRIPTION.validate_python(described)
     _drop(network, truncation.dropped)
     for path in (*truncation.layers, *chain(*truncation.pairs)):
-        network.get_submodule(path)  # raises here, not in the first pass, where it is missing
+        network.get_submodule(path)  # a missing layer raises here, not in the first pass
     return FeatureExtractor(**vars(truncation), network=network.eval())
 
 
 def _drop(network: nn.Module, paths: Iterable[str]) -> None:
-    """Replace modules of a network that aren't needed, in place."""
+    """Put a `PassThrough` in the place of each of these modules."""
     for path in paths:
         network.set_submodule(path, PassThrough(), strict=True)
 
@@ -311,8 +304,8 @@ def _drop(network: nn.Module, paths: Iterable[str]) -> None:
 def truncate_in_place(network: nn.Module, layers: Sequence[str]) -> DryRun:
     """Drop every part of a network that some layers don't need, in place.
 
-    A dry run shows which parameters are read before the last wanted layer has run. A module none of
-    whose parameters are read is replaced.
+    A dry run shows which parameters and buffers are read before the last wanted layer has run. A
+    module that has some, none of them read, is replaced.
 
     Args:
         network: on the meta device.
@@ -322,12 +315,11 @@ def truncate_in_place(network: nn.Module, layers: Sequence[str]) -> DryRun:
         The dry run, with the layers' paths and outputs.
 
     Raises:
-        LayerError: a layer doesn't exist, never runs, runs several times, so that its path doesn't
-            say which output is meant, or puts out several tensors; or the network takes no image of
-            the sizes tried.
+        LayerError: a layer doesn't exist, doesn't run exactly once, or puts out several tensors; or
+            the network takes none of the sizes tried.
     """
     paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
-    sides = (each for each in probes(network) if takes(network, each, each, paths))
+    sides = (each for each in probes(network) if takes_size(network, each, each, paths))
     run = DryRun(network, paths, next(sides, PROBES[0]))
     _drop(network, run.dropped)
     return run
@@ -342,18 +334,18 @@ _NORMS = ("BatchNorm2d", "BatchNormAct2d")
 class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A pass of a network over one image on the meta device, watched up to the last wanted layer.
 
-    It sees operations, also those that no module call would show, so that it doesn't matter how
-    the network names or nests its modules.
+    It sees each operation, also outside modules, however the network names or nests these.
 
     Args:
         network: on the meta device.
         paths: paths of the wanted layers.
-        side: side of the square image.
+        side: side of the square image in pixels.
 
     Attributes:
-        side: side of the square image.
+        side: side of the square image in pixels.
         outputs: the wanted layers' outputs by path, in the order in which the layers run.
-        reads: number of operations that read each tensor, parameters included, by its id.
+        reads: number of operations that read each tensor, by its id, parameters included, until the
+            last wanted layer has run.
         copies: true where a later layer overwrites a wanted output in place.
         dropped: paths of the modules that the wanted layers don't need.
 
@@ -371,8 +363,8 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paths = {module: path for path, module in network.named_modules()}
         self._calls: Counter[str] = Counter()
         self._versions: dict[str, int] = {}  # PyTorch's counts of an output's changes in place
-        self._made: dict[int, str] = {}  # paths of convolutions by the id of their output
-        self._joined: list[tuple[int, str]] = []  # id of a batch norm's input, and the norm's path
+        self._conv_outputs: dict[int, str] = {}  # id of an output -> the convolution's path
+        self._norm_inputs: list[tuple[int, str]] = []  # id of an input, and the batch norm's path
         self._alive: list[Any] = []  # so that no two tensors of the run share an id
         try:
             with self, HookSet(network) as hooks:
@@ -385,7 +377,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.dropped = tuple(_unused(network, set(self.reads), paths))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._waiting:
+        if self._waiting:  # until the last wanted layer has run
             leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             self._alive += tensors
@@ -408,14 +400,14 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """The forward hook of every module."""
         path, kind = self._paths[module], type(module).__name__
-        self._calls[path] += 1
+        self._calls[path] += 1  # also behind the last wanted layer: a second call is refused
         if not self._waiting:
             return
         self._alive.extend((inputs, output))
         if isinstance(module, nn.Conv2d) and kind in _CONVOLUTIONS:
-            self._made[id(output)] = path
+            self._conv_outputs[id(output)] = path
         elif kind in _NORMS and getattr(module, "running_mean", None) is not None:
-            self._joined.append((id(inputs[0]), path))
+            self._norm_inputs.append((id(inputs[0]), path))
         if path in self._waiting and isinstance(output, Tensor):
             self.outputs[path], self._versions[path] = output, output._version
         self._waiting.discard(path)
@@ -424,27 +416,27 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.copies = any(values._version != self._versions[key] for key, values in kept)
 
     @property
-    def pairs(self) -> tuple[Pair, ...]:
+    def pairs(self) -> tuple[ConvNorm, ...]:
         """Paths of each convolution whose output only a batch norm reads, and of that norm."""
         wanted = {id(output) for output in self.outputs.values()}
         return tuple(
-            (self._made[entering], norm)
-            for entering, norm in self._joined
-            if entering in self._made.keys() - wanted
-            and self._calls[self._made[entering]] == self._calls[norm] == 1
-            and self.reads[entering] == 1
+            (self._conv_outputs[between], norm)
+            for between, norm in self._norm_inputs
+            if between in self._conv_outputs.keys() - wanted
+            and self._calls[self._conv_outputs[between]] == self._calls[norm] == 1
+            and self.reads[between] == 1
         )
 
 
 def _unused(
     module: nn.Module, read: set[int], wanted: Sequence[str], path: str = ""
 ) -> Iterator[str]:
-    """Paths of the modules inside a module none of whose parameters are read.
+    """Paths of the outermost modules inside one that have parameters or buffers, none of them read.
 
     Args:
         module: the network, or a module of it.
         read: ids of the tensors that are read.
-        wanted: paths of layers that are needed even without parameters.
+        wanted: paths of layers, which are needed in any case.
         path: the module's path, empty for the network.
     """
     for name, child in module.named_children():

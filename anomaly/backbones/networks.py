@@ -31,7 +31,7 @@ from anomaly.errors import ConfigError, WeightsError, nearest, needs_training, s
 log = logging.getLogger(__name__)
 
 
-def _without_compiler(name: str) -> Any:
+def _import_lean(name: str) -> Any:
     """Import torchvision or timm without torch's compiler, which takes 2 s and 150 MB.
 
     torchvision's `roi_align` asks the compiler whether it supports a device, and timm marks methods
@@ -56,13 +56,13 @@ def _without_compiler(name: str) -> Any:
 
 
 def _is_compile_supported(device_type: str) -> bool:
-    """The compiler's own function of this name, looked up when it is called."""
+    """Call the compiler's own function of this name, imported only now."""
     compiler: Any = import_module("torch._dynamo.utils")
     return bool(compiler.is_compile_supported(device_type))
 
 
 def _disabled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compiler.disable` of a function, put off until its call: it imports the compiler."""
+    """A function that applies `torch.compiler.disable`, which imports the compiler, when called."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ def _disabled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-torchvision = _without_compiler("torchvision")
+torchvision = _import_lean("torchvision")
 
 
 class Backbone:
@@ -111,7 +111,12 @@ class Backbone:
         )
 
     def renamed(self, state: State, network: nn.Module) -> State:
-        """A weights file's tensors by the key names of the network, which has no weights yet."""
+        """A file's tensors by the network's key names; here they have these names already.
+
+        Args:
+            state: tensors by the file's key names.
+            network: the network, still without weights.
+        """
         return state
 
     def licence(self) -> str | None:
@@ -161,7 +166,7 @@ class _Torchvision(Backbone):
     """A network of torchvision."""
 
     def __init__(self, name: str) -> None:
-        # The default, given because torchvision warns where it isn't.
+        # True is the default; without it torchvision warns.
         extra = {"init_weights": True} if name in _FROM_TENSORFLOW else {}
         super().__init__(partial(torchvision.models.get_model, name, weights=None, **extra))
         self._name = name
@@ -177,7 +182,7 @@ class _Torchvision(Backbone):
         """The tensors of torchvision's file, which is on disk or downloaded, and its sha256.
 
         Raises:
-            WeightsError: there is no such file; the message names a network that has one on disk.
+            WeightsError: there is no such file; names another network that has one on disk, if any.
         """
         try:
             return official_state(_release(self._name).url)
@@ -192,7 +197,7 @@ class _Torchvision(Backbone):
 
 
 def _release(name: str) -> Any:
-    """Torchvision's weights of a network, with their `url`: the first release, as in the papers."""
+    """Torchvision's first release of a network's weights, that of the papers, with its `url`."""
     releases = list(torchvision.models.get_model_weights(name))
     return next((each for each in releases if each.name == "IMAGENET1K_V1"), releases[0])
 
@@ -224,17 +229,15 @@ class _Timm(Backbone):
         self._name = name
 
     def _settings(self) -> Mapping[str, Any]:
-        """Facts that timm states about the weights: `mean`, `std`, `license`, `hf_hub_id`."""
-        settings = _without_compiler("timm").get_pretrained_cfg(self._name.removeprefix(_TIMM))
+        """Facts that timm states about the weights, such as `mean`, `std` and `hf_hub_id`."""
+        settings = _import_lean("timm").get_pretrained_cfg(self._name.removeprefix(_TIMM))
         return settings.to_dict() if settings else {}
 
     def normalisation(self) -> Normalisation:
-        """The normalisation that timm states for the weights."""
         settings = self._settings()
         return Normalisation(tuple(settings["mean"]), tuple(settings["std"]))
 
     def licence(self) -> str | None:
-        """The licence that timm states; None where it states none."""
         return self._settings().get("license")
 
     def official(self) -> tuple[State, str]:
@@ -284,7 +287,7 @@ class _Timm(Backbone):
         if state.keys() <= wanted.keys():
             return state
         if "_conv_stem.weight" in state:
-            return _by_order(state, wanted)
+            return _renamed_by_order(state, wanted)
         convert = getattr(sys.modules[type(network).__module__], "checkpoint_filter_fn", None)
         if convert is not None:  # from the names of the network's makers (DINOv2's, say)
             with suppress(Exception):  # of any kind, in a file of some other network
@@ -300,7 +303,7 @@ def _timm_network(name: str) -> nn.Module:
         AnomalyError: timm isn't installed.
     """
     try:
-        timm = _without_compiler("timm")  # here, because it takes a second
+        timm = _import_lean("timm")  # here, because it takes a second
     except ModuleNotFoundError as error:
         raise needs_training(name, error) from None
     logging.getLogger("timm").setLevel(logging.ERROR)  # it reports every resampled position
@@ -325,7 +328,7 @@ def _timm_network(name: str) -> nn.Module:
     return network
 
 
-def _by_order(state: State, wanted: Mapping[str, Tensor]) -> State:
+def _renamed_by_order(state: State, wanted: Mapping[str, Tensor]) -> State:
     """An EfficientNet's tensors by timm's key names; both have them in the order of the layers.
 
     Args:
@@ -350,7 +353,9 @@ _BEST = ("wide_resnet50_2", "resnet50")
 
 
 def backbone_at_hand() -> tuple[str, str]:
-    """The best network whose weights are on disk or can be downloaded, and the reason in words.
+    """The best network whose weights are on disk, and the reason in words.
+
+    The first of `_BEST` is downloaded before, if it isn't on disk and can be.
 
     Raises:
         WeightsError: there is none; the message says what to do.
@@ -380,10 +385,11 @@ def networks_on_disk() -> list[str]:
 
 
 def build(name: str) -> nn.Module:
-    """A network without weights: its tensors lie on the meta device and take no memory.
+    """A network without weights, in eval mode: its tensors on the meta device take no memory.
 
     Raises:
         ConfigError: no such network.
+        AnomalyError: it is one of timm's, which isn't installed.
     """
     backbone = backbone_of(name)
     try:
@@ -409,7 +415,7 @@ class _NoInitialValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# Functions that fill a tensor with random values.
+# Functions that fill a tensor with random values, and the steps from these to other distributions.
 _FILL = (
     *(nn.init.normal_, nn.init.uniform_, Tensor.normal_, Tensor.uniform_),
     *(Tensor.erfinv_, Tensor.mul_, Tensor.add_, Tensor.clamp_),  # truncated normal distributions
@@ -422,8 +428,7 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[State, str | None]
     Args:
         name: the network's name.
         weights: `imagenet` for the official ones, `random`, or the path of a `.safetensors` or
-            `.pth` file. Official ones of timm are those of an installed package, else those in the
-            user's Hugging Face cache.
+            `.pth` file.
         seed: seed of random weights.
 
     Returns:
@@ -471,7 +476,7 @@ def load_state(
         WeightsError: keys are missing or foreign, shapes differ, or values can't be weights.
     """
     wanted, whole = network.state_dict(), full.state_dict()
-    # Old files lack counters of training steps, which inference doesn't read.
+    # Old files lack counters of training steps, which inference doesn't read; they become 0.
     missing = [k for k in wanted if k not in state and not k.endswith("num_batches_tracked")]
     foreign = [k for k in state if k not in whole]
     problems = [f"without {some(missing)}"] if missing else []
@@ -518,7 +523,7 @@ def _fill_buffers(network: nn.Module) -> None:
 
 
 def _is_usable(key: str, values: Tensor) -> bool:
-    """True for plain finite numbers; a variance below 0 would make NaN of every image."""
+    """True for finite real numbers; a variance below 0 would make NaN of every image."""
     if values.is_complex():
         return False
     try:

@@ -67,14 +67,14 @@ def search_folders() -> list[Path]:
     `$ANOMALY_WEIGHTS`, `weights/` in the working directory, and torch's own cache of downloads.
     """
     named = os.environ.get("ANOMALY_WEIGHTS")
-    return [*([at_home(Path(named))] if named else []), Path("weights"), _downloads()]
+    return [*([at_home(Path(named))] if named else []), Path("weights"), _download_folder()]
 
 
-def _downloads() -> Path:
-    """Torch's own cache of downloads; `weights/` where the user has no home folder."""
+def _download_folder() -> Path:
+    """Torch's own folder of downloads; `weights/` where the user has no home folder."""
     import torch
 
-    folder = torch.hub.get_dir()  # "~/…" without a home folder
+    folder = torch.hub.get_dir()  # begins with "~" where there is no home folder
     return Path("weights") if folder.startswith("~") else Path(folder, "checkpoints")
 
 
@@ -99,7 +99,7 @@ def official_state(url: str) -> tuple[State, str]:
 
 
 def file_on_disk(url: str) -> Path | None:
-    """The path of an official torchvision file in one of `search_folders`; None if it isn't there.
+    """The path of an official torchvision file in one of `search_folders`; None if in none.
 
     Args:
         url: the file's official address.
@@ -120,16 +120,16 @@ def official_file(url: str) -> Path:
     return file_on_disk(url) or _download(url)
 
 
-def _hash_in(name: str) -> str:
+def _hash_in(url: str) -> str:
     """The first digits of an official file's sha256, which its name ends with."""
-    return name.removesuffix(".pth").rpartition("-")[2]
+    return url.removesuffix(".pth").rpartition("-")[2]
 
 
 def _download(url: str) -> Path:
-    """Download an official file into torch's cache; returns its path."""
+    """Download an official file into torch's folder; its path, or WeightsError."""
     # Not `torch.hub.load_state_dict_from_url`: it waits for a silent server for ever.
     name, prefix = url.rpartition("/")[2], _hash_in(url)
-    target = _downloads() / name
+    target = _download_folder() / name
     draft = draft_of(target)  # a download that breaks off leaves no file under the name itself
     try:
         with _opened(url) as answer:
@@ -157,12 +157,11 @@ def _download(url: str) -> Path:
 def _opened(url: str) -> Any:
     """A server's answer to a request, within `_PATIENCE` seconds.
 
-    An unreachable name server, or an address behind a firewall, takes a minute to fail. So another
-    thread waits for it, and is left behind.
+    An unreachable name server, or an address behind a firewall, takes a minute to fail. So a thread
+    asks, which is left to itself after that time.
 
     Raises:
-        TimeoutError: no answer within that time.
-        OSError: the server can't be reached, or refuses.
+        OSError: the server can't be reached, refuses, or (TimeoutError) doesn't answer in time.
     """
     answer: Future[Any] = Future()
 
@@ -209,7 +208,6 @@ def read_state(file: Path) -> tuple[State, str]:
 
 
 def _loaded(file: Path) -> Any:
-    """The content of a weights file in either format."""
     import torch
     from safetensors.torch import load_file
 
@@ -223,7 +221,7 @@ def _loaded(file: Path) -> Any:
 
 
 def _tensors_of(loaded: Any, file: Path) -> State:
-    """The tensors by name in the content of a weights file; any other content is refused."""
+    """The tensors by name in a weights file's content, also below `state_dict`; else refused."""
     from torch import Tensor
 
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):

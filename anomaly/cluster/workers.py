@@ -5,11 +5,10 @@ cluster; workers compute. So batches, and with them rows, are those of one proce
 needs the images.
 
 To train, images are cut into shards of a fixed number, whatever the workers. A worker leaves a
-shard's feature maps in the run's folder, which all machines see, so that it doesn't matter which
-one goes on with them, or whether it lives. Beside them it leaves what a bank is selected from: the
-command reads that in the order of the images, so that the selection is one machine's; workers do
-whatever needs all of the feature maps again. Methods that take sums read the features in the
-command's process, in the same order. So a model doesn't depend on there being a cluster.
+shard's feature maps in the run's folder, which all machines see, so that any other one can go on
+with them. Beside them it leaves the projected patches from which a bank is selected: the command
+reads these in the order of the images, as on one machine. Methods that take sums read the features
+in the command's process, in the same order. So the model is the same with and without a cluster.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class WorkerDied(Exception):  # noqa: N818, nobody made a mistake
 
 
 class Cluster:
-    """A Ray cluster that gives each actor a processor of its own; `joined` makes one.
-
-    Args:
-        device: `cpu`, or `cuda`, which gives each actor a GPU, too.
-    """
+    """A Ray cluster that gives each actor a processor and, for `cuda`, a GPU; see `joined`."""
 
     def __init__(self, device: str) -> None:
         self._gpus = int(device == "cuda")
@@ -69,11 +64,11 @@ class Cluster:
         return sum(min(int(resources.get(kind, 0)) for kind in needs) for resources in machines)
 
     def put(self, value: Any) -> Any:
-        """Store a value in the cluster once; the reference returned stands for it in arguments."""
+        """Store a value in the cluster; actors get it where this reference is an argument."""
         return _ray().put(value)
 
     def start(self, kind: type, *arguments: Any) -> Actor:
-        """Start an actor; it waits for its place.
+        """Start an actor; returns at once, also while the actor waits for a processor.
 
         Args:
             kind: a class on the module level.
@@ -88,7 +83,7 @@ class Actor:
     """An actor of a cluster.
 
     Attributes:
-        placed: true once the actor has answered, so it has got its processor.
+        placed: true once the actor has answered, so that it has its processor.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -110,19 +105,17 @@ class Actor:
 
 
 def _pass_on(answer: Future[Any], ray_future: Future[Any]) -> None:
-    """Copy Ray's result or error into a future of this program.
+    """Copy the result or error of Ray's finished future into the future that callers wait for.
 
-    Args:
-        answer: the future that callers wait for; gets the method's own error, `WorkerDied` where
-            the process is gone, or DataError where a machine lacks a package.
-        ray_future: Ray's future, which is done.
+    The error is the method's own, `WorkerDied` where the process is gone, or DataError where a
+    machine lacks a package.
     """
     error = ray_future.exception()
     if error is None:
         answer.set_result(ray_future.result())
         return
-    of_method = isinstance(error, _ray().exceptions.RayTaskError)
-    cause = error.cause if of_method else WorkerDied(type(error).__name__)  # type: ignore[attr-defined]
+    is_methods = isinstance(error, _ray().exceptions.RayTaskError)
+    cause = error.cause if is_methods else WorkerDied(type(error).__name__)  # type: ignore[attr-defined]
     if isinstance(cause, ModuleNotFoundError) or "No module named 'anomaly" in str(error):
         lacking = getattr(cause, "name", None) or "anomaly"
         cause = DataError(
@@ -183,15 +176,15 @@ def joined(address: str, device: str) -> Iterator[Cluster]:
         ray.shutdown()
 
 
-# Reason why an image that ended its workers is refused.
+# Reason, in messages, why an image at which workers died is refused.
 CRASHED = "every process that handled it crashed (out of memory?)"
-# Units in progress for each worker; results are yielded in order, so the first one holds up others.
+# Units in progress for each worker: results are yielded in order, so a slow one holds up others.
 _AHEAD = 3
-_DEATHS = 2  # workers that the same images may end: one may have died for another reason
+_DEATHS = 2  # workers to try on the same images: the first may have died for another reason
 _DIED = object()  # stands for the answer of a worker that died
 _WAIT = 1.0  # seconds between two looks at the stop signal and at the cluster's room
 
-# Sends images, which may be none, to an actor.
+# Sends images to an actor; with none, it only shows that the actor lives.
 Ask: TypeAlias = "Callable[[Actor, Sequence[Any]], Future[Any]]"
 
 
@@ -200,7 +193,7 @@ class Done(NamedTuple):
 
     Attributes:
         result: the worker's result for the images that aren't lost.
-        lost: positions in the unit of the images that end workers.
+        lost: positions in the unit of the images at which workers die.
     """
 
     result: Any
@@ -210,11 +203,8 @@ class Done(NamedTuple):
 class _Unit:
     """Images that one worker handles together, and the next step of handling them.
 
-    Args:
-        images: the unit's images, in the form that the actor takes.
-
     Attributes:
-        images: the images for the next worker: all, one, or none.
+        images: the images for the next worker: all of the unit's, some, or none.
         done: the unit's result; None until it is complete.
     """
 
@@ -227,7 +217,7 @@ class _Unit:
         """Take the next step with a worker's finished answer.
 
         Raises:
-            OutputError: workers die, and that isn't the images' fault.
+            OutputError: workers die, and no single image causes it.
             Exception: the error of the actor's method.
         """
         try:
@@ -237,14 +227,14 @@ class _Unit:
 
 
 def _steps_of(images: Sequence[Any]) -> Generator[list[Any], Future[Any], Done]:
-    """The steps of a unit: yields images for a worker, and is sent its answer.
+    """The steps of a unit: yields images for a worker, is sent its answer, returns the result.
 
-    Where workers die at the images, each image is handled alone: this finds those that end workers.
+    Where workers die at the images, each image is tried alone, then those without a death together.
     """
     lost: list[int] = []
     result = yield from _answered(list(images))
     if result is _DIED:
-        # Workers that die without an image have another fault: no image is to be blamed for it.
+        # Without images workers die only of another fault.
         if (yield from _answered([])) is _DIED:
             raise OutputError(
                 "workers die even when they are given no image; see why in Ray's logs (out of "
@@ -263,7 +253,7 @@ def _steps_of(images: Sequence[Any]) -> Generator[list[Any], Future[Any], Done]:
 
 
 def _answered(images: list[Any]) -> Generator[list[Any], Future[Any], Any]:
-    """Give images to one worker after another; the first answer, or `_DIED` if there is none."""
+    """Give images to `_DEATHS` workers in turn; returns the first answer, `_DIED` if all die."""
     for _ in range(_DEATHS):
         answer = yield images
         with suppress(WorkerDied):
@@ -295,7 +285,7 @@ class Workers:
 
         Args:
             units: images that belong together; at most `_AHEAD` units a worker are read ahead.
-            ask: sends the images of a unit, or some of them, to a worker.
+            ask: sends the images of a unit, some of them, or none to a worker.
             stopped: called at least once a second; true ends the work.
 
         Yields:
@@ -303,15 +293,15 @@ class Workers:
 
         Raises:
             StoppedError: `stopped` returned true; units in progress are given up.
-            AnomalyError: a worker raised it, or workers die even without an image.
+            AnomalyError: a worker raised it, or workers die and no single image causes it.
         """
-        rest = map(_Unit, units)
+        unread = map(_Unit, units)
         begun: deque[_Unit] = deque()  # units read and not yet yielded, in order
         waiting: deque[_Unit] = deque()  # units that no worker has at the moment
         try:
             while True:
                 room = max(1, self._cluster.room())
-                while not waiting and len(begun) < _AHEAD * room and (unit := next(rest, None)):
+                while not waiting and len(begun) < _AHEAD * room and (unit := next(unread, None)):
                     begun.append(unit)
                     waiting.append(unit)
                     self._give(waiting, ask, room)
@@ -339,7 +329,7 @@ class Workers:
             self._busy[ask(worker, unit.images)] = worker, unit
 
     def _answers(self) -> list[_Unit]:
-        """Wait for workers' answers; the units that need a further step."""
+        """Units that need a further step, from the answers that come within `_WAIT` seconds."""
         finished = wait(self._busy, _WAIT, FIRST_COMPLETED).done
         if not finished and not all(worker.placed for worker, _ in self._busy.values()):
             self.close()  # an idle worker may hold the place that a new one waits for
@@ -374,7 +364,7 @@ def predict(
         cluster: the cluster that the workers run on.
         model: a model loaded from a folder that all machines see.
         stopped: called at least once a second; true ends the work.
-        batches: batches of images of one size, from `by_shape`.
+        batches: batches of images of one size, from `by_shape`, and images that can't be used.
 
     Yields:
         A prediction for each image, or the reason why there is none.
@@ -383,7 +373,7 @@ def predict(
         StoppedError: `stopped` returned true.
         AnomalyError: a worker raised it, or workers die even without an image.
     """
-    assert model.folder is not None  # the command loaded it
+    assert model.folder is not None  # the command has loaded it from there
     begun: deque[list[NetworkInput] | UnusableImage] = deque()
 
     def units() -> Iterator[list[NetworkInput]]:
@@ -419,9 +409,10 @@ class ScoringWorker:
         self._model: Model | None = None
 
     def predict(self, batch: list[NetworkInput]) -> list[Prediction | UnusableImage]:
-        """Score a batch, which may be empty.
+        """Score a batch, which may be empty; predictions come without the decoded images.
 
         Raises:
+            ModelError: this machine doesn't see the model folder.
             DataError: the model, program or device isn't that of the command.
         """
         self._model = model = self._model or self._load()
@@ -429,12 +420,7 @@ class ScoringWorker:
         return [r if isinstance(r, UnusableImage) else replace(r, image=None) for r in results]
 
     def _load(self) -> Model:
-        """Load the model.
-
-        Raises:
-            ModelError: this machine doesn't see the model folder.
-            DataError: the model, program or device isn't that of the command.
-        """
+        """Load the model, and check that scores will be those of the command."""
         host, expected = socket.gethostname(), self._about
         _use_one_thread()
         try:
@@ -454,8 +440,8 @@ class ScoringWorker:
         return model
 
 
-_SHARD_IMAGES = 64  # of a shard, rounded up to whole batches, so that these are one machine's
-_LEAST_SHARDS = 10  # fewer images make smaller shards, so that there is work for many workers
+_SHARD_IMAGES = 64  # rounded up to whole batches, so that batches are those of one machine
+_LEAST_SHARDS = 10  # fewer than 640 images make smaller shards: work for many workers
 _FOLDER = "features-"
 
 
@@ -467,7 +453,7 @@ def cluster_features(
     scratch: Path,
     progress: Progress,
 ) -> Iterator[CachedFeatures]:
-    """Have workers compute the features of training images, and keep them while the block runs.
+    """Features of training images, which workers compute and keep while the block runs.
 
     Args:
         cluster: the cluster that the workers run on.
@@ -477,16 +463,17 @@ def cluster_features(
         progress: called with (images done, number of images).
 
     Raises:
-        AnomalyError: a worker raised it, or workers die even without an image.
+        DataError: no image can be used.
+        AnomalyError: a worker raised it, or workers die and no single image causes it.
     """
     for abandoned in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
         shutil.rmtree(abandoned, ignore_errors=True)
     batch = setup.embedder.max_batch_size(setup.config.batch_size)
-    size = min(_SHARD_IMAGES, -(-len(images) // _LEAST_SHARDS))
-    size = -(-size // batch) * batch  # whole batches
+    size = min(_SHARD_IMAGES, -(-len(images) // _LEAST_SHARDS))  # rounded up
+    size = -(-size // batch) * batch  # up to whole batches
     with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute()) as folder:
         sent = cluster.put(setup), cluster.put(images)
-        # An actor outlives a pass over the images: its decoders are started.
+        # Actors are kept for all passes over the images: starting their decoders takes time.
         with closing(Workers(cluster, ShardWorker, *sent, Path(folder), Path.cwd())) as workers:
             yield _sharded(cluster, workers, images, size, progress)
 
@@ -498,15 +485,7 @@ def _sharded(
     size: int,
     progress: Progress,
 ) -> ShardedFeatures:
-    """Have workers compute and keep the features of all images.
-
-    Args:
-        cluster: the cluster that the workers run on.
-        workers: actors of `ShardWorker`.
-        images: files or decoded pixels by image number, ascending.
-        size: images in a shard.
-        progress: called with (images done, number of images).
-    """
+    """Have workers compute and keep the features of images, in shards of `size` images."""
     numbers = list(images)
     units = [numbers[i : i + size] for i in range(0, len(numbers), size)]
     shards: list[CachedFeatures] = []
@@ -529,7 +508,7 @@ def _sharded(
         points=tuple(points for features in shards for points in features.points),
         refused=tuple(refused),
         facts=facts,
-        channels=max(features.channels for features in shards),
+        channels=max(features.channels for features in shards),  # 0 of a shard without features
         align=shards[0].align,
         region=shards[0].region,
         images=facts,
@@ -549,7 +528,8 @@ class ShardedFeatures(CachedFeatures):
         cluster: the cluster that the workers run on.
         workers: actors of `ShardWorker`.
         sources: files or decoded pixels by image number.
-        shards: usable images of each shard, ascending, and a reference to its `CachedFeatures`.
+        shards: numbers of the usable images of each shard, ascending, and the cluster's reference
+            to its `CachedFeatures`.
     """
 
     cluster: Cluster
@@ -564,7 +544,7 @@ class ShardedFeatures(CachedFeatures):
     def scores(
         self, model: Model, progress: Callable[[int], None] = lambda done: None
     ) -> dict[int, HeldOutScores]:
-        """Scores of the images by a model that hasn't learned from them, computed by workers."""
+        """Scores, by number, of images that the model hasn't learned from, computed by workers."""
         known: dict[int, HeldOutScores] = {}
         # The CPU's tensors can be sent to any machine; what the scorer has derived stays here.
         for scores in self._on_shards("scores", model.scorer.to("cpu")):
@@ -573,14 +553,12 @@ class ShardedFeatures(CachedFeatures):
         return known
 
     def _on_shards(self, method: str, argument: Any) -> Iterator[Any]:
-        """Workers' results for each shard that has any of the images.
+        """Results of a method of `ShardWorker` for each shard that has any of the images.
 
-        Args:
-            method: method of `ShardWorker`, which takes features, image numbers and the argument.
-            argument: the method's last argument.
+        The method takes the shard's features, image numbers, and the argument.
 
         Raises:
-            AnomalyError: an image ends every worker that handles it.
+            AnomalyError: workers die at an image; the message names it.
         """
         sent = self.cluster.put(argument)
 
@@ -621,22 +599,19 @@ class ShardWorker:
         self._is_prepared = False
 
     def learn(self, images: Sequence[int]) -> CachedFeatures:
-        """Compute and keep features of images, and what a bank is selected from.
-
-        Args:
-            images: image numbers.
+        """Compute features of images, by number, and leave them in files.
 
         Raises:
             DataError: this machine sees none of several image files, or not the run's folder.
         """
         self._prepare()
         self._check_there(images)
-        # The first shard stands for all of them where it is asked whether the disk has room.
+        # Room on the disk is checked for `total` images: by the first shard for all shards.
         total = len(self._images) if 0 in images else len(images)
         mine = {i: self._images[i] for i in images}
-        features = cached_features(self._setup, mine, self._scratch, cluster_images=total)
-        with features as built:
-            return built
+        # With `cluster_images` the files outlive the block; the command deletes them.
+        with cached_features(self._setup, mine, self._scratch, cluster_images=total) as features:
+            return features
 
     def _check_there(self, images: Sequence[int]) -> None:
         """Check that this machine has the images' disk; one file alone may be missing."""
@@ -653,14 +628,14 @@ class ShardWorker:
         images: Sequence[int],
         function: Callable[[PatchSet], Result],
     ) -> Result:
-        """Result of a function of some images' features."""
+        """Result of a function of the features of some images, by number."""
         self._prepare()
         return function(features.only(images))
 
     def scores(
         self, features: CachedFeatures, images: Sequence[int], scorer: Scorer
     ) -> dict[int, HeldOutScores]:
-        """Scores of some images by a scorer that hasn't learned from them."""
+        """Scores, by number, of images that the scorer hasn't learned from."""
         self._prepare()
         return features.only(images).scores(self._setup.model(scorer.to(self._setup.device)))
 
@@ -685,6 +660,6 @@ class ShardWorker:
 
 
 def _use_one_thread() -> None:
-    """Ray gives each actor one processor: more threads would take other actors' time."""
+    """Compute with one thread: Ray gives each actor one processor."""
     use_threads(1)
     cv2.setNumThreads(1)

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from anomaly.backbones.engine import ENGINES, Graph, installed
+from anomaly.backbones.engine import ENGINES, Graph, import_engine
 from anomaly.backbones.weights import weights_file
 from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets.inputs import find_inputs
@@ -98,7 +98,7 @@ def _source_folder(options: argparse.Namespace) -> Path:
         raise ModelError(
             f"exporting needs {' and '.join(missing)}: pip install 'anomaly[export,{options.to}]'"
         )
-    installed(options.to, "the model is compared in")
+    import_engine(options.to, "the model is compared in")
     return folder
 
 

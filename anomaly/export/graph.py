@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anomaly.backbones.engine import ENGINES, installed
+from anomaly.backbones.engine import ENGINES, import_engine
 from anomaly.backbones.extractor import folded
 from anomaly.backbones.networks import build, load_state
 from anomaly.config.schema import METHODS
@@ -220,7 +220,7 @@ def write_graph(
     _trace(module, example, free, list(described), file)
     inputs, outputs = _tidied(file, described)
     if suffix != ".onnx":
-        openvino = installed(engine, "this export is for")
+        openvino = import_engine(engine, "this export is for")
         network = openvino.Core().read_model(file)
         try:
             openvino.save_model(network, file.with_suffix(suffix), compress_to_fp16=False)

@@ -46,12 +46,12 @@ class Capture:
         grad: keep the autograd graph: the tensor captured is the one that the rest of the network
             uses, so that it can stand in a loss or be differentiated by.
         clone: copy outputs, so that a later in-place layer (ReLU6, `out += identity`) can't
-            overwrite them. Without it `pop` raises if that happened (which PyTorch can't tell for
-            tensors made under `torch.inference_mode`).
+            overwrite them. Without it `pop` raises if that happened (except for tensors made under
+            `torch.inference_mode`, whose changes PyTorch doesn't count).
         device: the device that outputs are moved to.
         dtype: floating-point type that outputs are converted to; indices stay as they are.
         keep: number of the latest calls kept of each layer; None keeps all.
-        max_bytes: raise an error before more than so many bytes are kept.
+        max_bytes: most bytes of all outputs kept; the first output beyond it raises LayerError.
 
     Raises:
         LayerError: a layer doesn't exist, can't be hooked, or the options contradict each other.
@@ -113,10 +113,7 @@ class Capture:
         self._handles.clear()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the network with the arguments given.
-
-        Returns:
-            The network's output; None where the pass was stopped after the last layer named.
+        """The network's output; None where the pass was stopped after the last layer named.
 
         Raises:
             LayerError: the capture isn't open.
@@ -168,7 +165,7 @@ class Capture:
         return tensors
 
     def pop_numpy(self) -> dict[str, NDArray[Any]]:
-        """`pop` as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
+        """`pop` as NumPy arrays on the CPU; bfloat16, which NumPy lacks, becomes float32."""
         arrays = {}
         for name, tensor in self.pop().items():
             plain = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
@@ -176,14 +173,12 @@ class Capture:
         return arrays
 
     def _reset(self) -> None:
-        """Forget all outputs."""
         self._calls = {path: deque(maxlen=self._kept_calls) for path in self._modules}
 
     def _record(self, path: str, module: nn.Module, inputs: Any, output: Any) -> Any:
         """The forward hook of a layer: keeps its output, and ends the pass after the last layer.
 
-        Returns:
-            With `grad`, a copy of the output for the layers behind; else None.
+        With `grad` it returns a copy of the output for the layers behind.
         """
         if threading.get_ident() != self._thread:  # another thread runs the shared network
             return None
@@ -194,7 +189,7 @@ class Capture:
             refuse_hidden(repr(path), output)
             raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
         self._calls[path].append(call)
-        # Unasked, no size is read: a traced tensor's isn't known.
+        # Without a limit no size is read: a traced tensor has none.
         if self._max_bytes is not None:
             self._check_memory(self._max_bytes)
         if last and not self._running:
@@ -221,7 +216,7 @@ class Capture:
         return _Kept(name, tensor, None if tensor.is_inference() else tensor._version)
 
     def _check_memory(self, limit: int) -> None:
-        """Refuse to keep tensors of more than so many bytes in all."""
+        """Raise LayerError if the tensors kept take more than `limit` bytes."""
         outputs = chain.from_iterable(chain.from_iterable(self._calls.values()))
         held = sum(kept.tensor.nbytes for kept in outputs)
         if held > limit:
@@ -235,18 +230,18 @@ capture = Capture  # reads as a verb in a `with` statement
 
 
 class _Stopped(BaseException):
-    """Ends a forward pass; its argument is the capture that does so.
+    """Raised by a capture, its argument, to end a forward pass.
 
-    It isn't an Exception, so that no `except Exception` of a network eats it.
+    It isn't an Exception, so that no `except Exception` of a network catches it.
     """
 
 
 class _Kept(NamedTuple):
-    """A tensor that is kept, its name, and PyTorch's count of its changes in place, if watched."""
+    """A tensor that is kept, with its name."""
 
     name: str
     tensor: Tensor
-    version: int | None
+    version: int | None  # PyTorch's count of changes in place when it was kept; None: not checked
 
     def checked(self) -> Tensor:
         """The tensor; one that was changed in place since it was kept is refused."""
@@ -267,9 +262,9 @@ def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
 
     Args:
         value: the output.
-        name: the layer's name; a lone tensor gets it as it is.
+        name: the layer's name, which a lone tensor gets unchanged.
     """
-    return [(f"{name}:{'.'.join(keys)}" if keys else name, t) for keys, t in _walk(value, ())]
+    return [(f"{name}:{'.'.join(keys)}" if keys else name, t) for keys, t in _tensors_in(value, ())]
 
 
 def refuse_hidden(layer: str, output: Any) -> None:
@@ -289,16 +284,16 @@ def refuse_hidden(layer: str, output: Any) -> None:
         )
 
 
-def _walk(value: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Each tensor inside a value, with the indices and keys that lead to it."""
+def _tensors_in(value: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """The indices and keys that lead to each tensor inside a value, and the tensor."""
     if isinstance(value, Tensor):
         yield keys, value
     elif isinstance(value, MutableMapping):
         for key, item in value.items():
-            yield from _walk(item, (*keys, _spelled(key)))
+            yield from _tensors_in(item, (*keys, _spelled(key)))
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
-            yield from _walk(item, (*keys, str(index)))
+            yield from _tensors_in(item, (*keys, str(index)))
 
 
 def _spelled(key: Any) -> str:
@@ -309,7 +304,7 @@ def _spelled(key: Any) -> str:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A value (tensor, tuple, list, mapping) with each tensor replaced by `function(tensor)`."""
+    """A copy of a value (tensor, tuple, list, mapping) with `function` applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, MutableMapping):
@@ -325,14 +320,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 Hook = Callable[..., Any]
 
-_private: WeakSet[nn.Module] = WeakSet()
+_private: WeakSet[nn.Module] = WeakSet()  # networks given to `mark_private`
 
 
 class Attached:
-    """A hook as it stands in PyTorch's tables.
+    """A hook as it stands in PyTorch's tables, with PyTorch's arguments.
 
-    A copy or pickle of a hooked network gets `Detached`, a hook that does nothing, in its place:
-    its owner can remove it from the original network only.
+    A copy or pickle of a hooked network gets `Detached`, which does nothing, in its place: the
+    owner of the hook could not remove it there.
     """
 
     def __init__(self, hook: Hook) -> None:
@@ -346,14 +341,10 @@ class Attached:
         return Detached, ()
 
 
-def private(network: nn.Module) -> nn.Module:
-    """Spare a network the search of `refuse_compiled`, which would take 100 ms for each batch.
+def mark_private(network: nn.Module) -> nn.Module:
+    """Mark a network as one that nobody else holds or compiles; returns it.
 
-    Args:
-        network: a network that only this program holds, so that nobody has compiled it.
-
-    Returns:
-        The network.
+    So `refuse_compiled` doesn't search, which would take 100 ms for each batch.
     """
     _private.add(network)
     return network
@@ -364,7 +355,7 @@ def refuse_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> list[Remo
 
     They would run past the hooks. The network that was given to `torch.compile` runs as before.
     Once any code has run compiled, compiled networks are searched among all objects of the process,
-    which takes some 100 ms, unless `model` is `private`.
+    which takes some 100 ms, unless `mark_private` was called.
 
     Args:
         model: the hooked network.
@@ -378,10 +369,11 @@ def refuse_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> list[Remo
     # Looked up, not imported: the compiler takes 2 s to import.
     frames = sys.modules.get("torch._dynamo.convert_frame")
     compiled = getattr(getattr(frames, "input_codes", None), "seen", None)
-    if frames is None or compiled == []:
-        return []  # nothing has run compiled
+    if frames is None or compiled == []:  # nothing has run compiled
+        return []
     kind = sys.modules["torch._dynamo.eval_frame"].OptimizedModule
     hooked = {id(module) for module in modules}
+    # Each object refers to its class, so these include all compiled networks of the process.
     return [
         network.register_forward_pre_hook(_refuse)
         for network in gc.get_referrers(kind)
@@ -390,7 +382,7 @@ def refuse_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> list[Remo
 
 
 def _refuse(network: nn.Module, _: Any) -> None:
-    """A forward-pre hook of a compiled network, which always raises LayerError."""
+    """The forward-pre hook of a compiled network: refuses to run it."""
     raise LayerError(
         "this network is compiled, and layers of it are hooked: compiled code doesn't see their "
         "hooks. Run the network that was given to torch.compile (`compiled._orig_mod(...)`, or "

@@ -50,17 +50,18 @@ class _BackwardGates(threading.local):
         PyTorch gives no `kwargs` to global hooks.
 
         Returns:
-            The inputs for the layer, and with `kwargs` the pair (inputs, keyword inputs); None
-            where no gradient is wanted.
+            The inputs for the layer, or with `kwargs` (inputs, keyword inputs); None, which leaves
+            them as they are, where no gradient is wanted.
         """
         frame: FrameType | None = sys._getframe(2)  # of the layer's call, behind `Attached`
-        own, around = id(frame), set()
+        own = id(frame)
+        callers = set()
         while self._open and frame is not None:
             frame = frame.f_back
-            around.add(id(frame))
-        # A pass that was stopped, or has raised, never came to `leave`; its frames are gone, and
-        # this one may have taken the place of one of them.
-        self._open = [entry for entry in self._open if entry[0] in around - {own}]
+            callers.add(id(frame))
+        # Only layers whose calls are around this one are still open. A pass that was stopped or has
+        # raised never came to `leave`: its frames are gone, and this frame may have the id of one.
+        self._open = [entry for entry in self._open if entry[0] in callers - {own}]
         gate = BackwardHook(module, self._hooks, self._pre_hooks)
         self._open.append((own, gate))
         named = {k: v for k, v in (kwargs or {}).items() if isinstance(v, Tensor)}
@@ -78,10 +79,11 @@ class _BackwardGates(threading.local):
         """Put the gate at the layer's output, as a forward hook.
 
         Returns:
-            The output for the layers behind; None where no gradient is wanted.
+            The output for the layers behind; None, which leaves it as it is, where no gradient is
+            wanted.
 
         Raises:
-            LayerError: the output's tensors aren't found.
+            LayerError: the output is an object whose tensors can't be found.
         """
         entered = [place for place, (_, gate) in enumerate(self._open) if gate.module is module]
         if not entered:  # registered while the layer was running, or its gate is gone
@@ -120,7 +122,7 @@ class Handle:
     """A registered hook.
 
     Attributes:
-        parts: PyTorch's handles: two of a backward hook, one for each gate, and else one.
+        parts: PyTorch's handles: two for a backward hook, one for any other.
     """
 
     parts: tuple[RemovableHandle, ...]
@@ -267,7 +269,7 @@ class HookSet:
             **named: further arguments of the hook by name.
 
         Returns:
-            A single handle.
+            A list with the one handle, as `forward` returns a list.
 
         Raises:
             LayerError: there is no such event, or the hook takes other arguments.
@@ -281,14 +283,14 @@ class HookSet:
     def _on_layers(
         self, event: Event, layers: Layers, hook: Hook, further: _Further, with_kwargs: bool = False
     ) -> list[Handle]:
-        """Hook layers; compiled networks that contain them refuse to run from now on."""
+        """Hook layers; while they are hooked, compiled networks around them refuse to run."""
         arguments = _ARGUMENTS[event]
         if with_kwargs:
             arguments = (*arguments[:2], "kwargs", *arguments[2:])
         call = _with_extra(hook, arguments, further)
         modules = list(select(self._model, layers).values())
         self._handles += refuse_compiled(self._model, modules)
-        # A backward hook's gate stands around keyword inputs, too.
+        # The gate of a backward hook is put at keyword inputs, too.
         before = with_kwargs or event != "forward_pre"
         return [
             self._register(
@@ -303,7 +305,7 @@ class HookSet:
     def _register(self, event: Event, call: Hook, before: _Register, after: _Register) -> Handle:
         """Register a hook by PyTorch's functions for forward-pre and forward hooks.
 
-        A backward hook is a pair of them, before and after the layer.
+        A backward hook becomes one of each, see `_BackwardGates`.
         """
         if event == "forward":
             return self._add(after(Attached(call)))
@@ -313,14 +315,13 @@ class HookSet:
         return self._add(before(Attached(gates.enter)), after(Attached(gates.leave)))
 
     def _add(self, *parts: RemovableHandle) -> Handle:
-        """The handle of a new hook, which the set remembers."""
+        """The handle of a new hook, which `remove` removes, too."""
         handle = Handle(parts)
         self._handles.append(handle)
         return handle
 
 
 def _check_tensor(value: object) -> None:
-    """Refuse a value that is no tensor."""
     if not isinstance(value, Tensor):
         raise LayerError(
             f"{value!r} is no tensor: give one, such as model.fc.weight; layers are hooked by name "
@@ -329,7 +330,7 @@ def _check_tensor(value: object) -> None:
 
 
 def _check_call(hook: Hook, arguments: Sequence[str], further: _Further) -> None:
-    """Refuse a hook that takes other arguments: it would fail in the middle of a pass."""
+    """Refuse a hook that can't take these arguments: it would fail in the middle of a pass."""
     extra, named = further
     try:
         signature = inspect.signature(hook)

@@ -36,7 +36,7 @@ def resolve(model: nn.Module, path: str) -> tuple[str, nn.Module]:
         LayerError: the network has no such layer; names the nearest ones.
     """
     _refuse_module(model, path)
-    return _walk(model, path)[-1]
+    return _steps_to(model, path)[-1]
 
 
 def match(model: nn.Module, pattern: Selector) -> list[str]:
@@ -61,8 +61,8 @@ def match(model: nn.Module, pattern: Selector) -> list[str]:
         known, wanted = {type(module).__name__ for module in model.modules()}, pattern.__name__
         paths = [name for name, module in model.named_modules() if isinstance(module, pattern)]
     else:
-        known, wanted, regex = set(_names(model)), pattern, re.compile(_regex(pattern))
-        paths = [name for name in _names(model) if regex.fullmatch(name)]
+        known, wanted, regex = set(_paths(model)), pattern, re.compile(_regex(pattern))
+        paths = [name for name in _paths(model) if regex.fullmatch(name)]
     if not paths:
         raise LayerError(
             f"no layer of {type(model).__name__} matches {wanted!r}; {nearest(wanted, known)}"
@@ -71,7 +71,7 @@ def match(model: nn.Module, pattern: Selector) -> list[str]:
 
 
 def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str, nn.Module]:
-    """The layers that one or several patterns name; all of them can be hooked.
+    """The layers that patterns name; all of them can be hooked.
 
     Args:
         model: any network.
@@ -81,7 +81,8 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
         Path to layer; in the order of the patterns, each path once.
 
     Raises:
-        LayerError: nothing matches, or the layer's hooks would never be called.
+        LayerError: nothing matches, a layer's hooks would never be called, or two of the paths lead
+            to the same layer.
     """
     _refuse_unhookable(model, model, "")
     selected: dict[str, nn.Module] = {}
@@ -89,7 +90,7 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
     for pattern in [layers] if isinstance(layers, str | type | nn.Module) else layers:
         for path in match(model, pattern):
             module = model
-            for above, module in _walk(model, path):
+            for above, module in _steps_to(model, path):
                 _refuse_unhookable(model, module, above, pattern)
             if (earlier := names.setdefault(id(module), path)) != path:
                 raise LayerError(
@@ -118,13 +119,12 @@ class Detached:
 def live_hooks(model: nn.Module) -> int:
     """Number of hooks that a forward or backward pass of a network would call.
 
-    It counts PyTorch's own tables: those of every module, of every parameter, and the global ones.
+    They stand in PyTorch's tables: of every module, of every parameter, and the global ones.
     """
     modules = list(model.modules())
     tables: list[object] = [getattr(m, name) for m in modules for name in _OF_MODULES]
     tables += [getattr(p, name, None) for p in model.parameters() for name in _OF_TENSORS]
     tables += [getattr(torch_hooks, f"_global{name}") for name in _OF_MODULES]
-    # A copy of a hooked network has `Detached` in place of its hooks.
     hooks = [hook for table in tables if isinstance(table, dict) for hook in table.values()]
     return sum(not isinstance(hook, Detached) for hook in hooks)
 
@@ -134,7 +134,7 @@ def _is_path(pattern: Selector) -> TypeGuard[str]:
     return isinstance(pattern, str) and "*" not in pattern and "?" not in pattern
 
 
-def _walk(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+def _steps_to(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     """The network and each layer on the way to a layer, with their paths as PyTorch prints them.
 
     Raises:
@@ -151,7 +151,7 @@ def _walk(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
         children = module._modules  # those of a scripted module have no `get`
         child = children[name] if name in children else None  # noqa: SIM401
         if child is None:
-            known = nearest(path, _names(model))
+            known = nearest(path, _paths(model))
             raise LayerError(f"{type(model).__name__} has no layer {path!r}; {known}")
         steps.append((f"{above}.{name}" if above else name, child))
     return steps
@@ -172,7 +172,7 @@ def _regex(glob: str) -> str:
     return "".join(meaning.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*|\?)", glob))
 
 
-def _names(model: nn.Module) -> Iterable[str]:
+def _paths(model: nn.Module) -> Iterable[str]:
     """The paths of all layers inside a network, as PyTorch prints them."""
     return (name for name, _ in model.named_modules() if name)
 
@@ -183,19 +183,19 @@ def _refuse_unhookable(
     """Refuse a module whose hooks would never be called, such as compiled or scripted code.
 
     Args:
-        model: the network.
+        model: the network, for the message.
         module: the network itself or a layer of it.
         path: the layer's path; empty for the network.
-        pattern: the pattern that names the layer, perhaps among others.
+        pattern: the pattern that led to the layer; a glob or type may name others that will do.
     """
-    if reason := _unhookable(module):
+    if reason := _why_unhookable(module):
         name = f"layer {path!r} of {type(model).__name__}" if path else type(model).__name__
         remedy = "" if not path or _is_path(pattern) else "; or name the other layers"
         raise LayerError(f"{name} {reason}{remedy}")
 
 
-def _unhookable(module: nn.Module) -> str:
-    """The reason why a module's hooks wouldn't be called, and a remedy; empty for other modules."""
+def _why_unhookable(module: nn.Module) -> str:
+    """The reason why a module's hooks wouldn't be called, with a remedy; empty if they would."""
     if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
         return (
             "is compiled, and compiled code doesn't see hooks registered later: "

@@ -53,7 +53,7 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     Raises:
         ConfigError: the network doesn't take them; the message names a size that it takes.
     """
-    from anomaly.backbones.layers import probes, takes
+    from anomaly.backbones.layers import probes, takes_size
 
     image, patch, network = config.image, extractor.patch, extractor.network
     key = next((key for key in ("crop", "resize") if getattr(image, key)), "area")
@@ -71,9 +71,9 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
             f"image.{key} is {side}, but the network cuts images into patches of {patch} pixels; "
             f"choose {f'{low} or ' if low else ''}{low + patch}"
         )
-    if takes(network, height, width, extractor.layers):
+    if takes_size(network, height, width, extractor.layers):
         return
-    fits = [s for s in probes(network) if takes(network, s, s, extractor.layers)]
+    fits = [s for s in probes(network) if takes_size(network, s, s, extractor.layers)]
     best = min(fits, key=lambda fit: abs(fit - side))
     remedy = "resize" if key == "area" and not image.tile else key
     raise ConfigError(

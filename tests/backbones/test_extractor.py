@@ -21,7 +21,7 @@ from anomaly.backbones.extractor import (
     Layout,
     Normalisation,
     folded,
-    fused,
+    fuse_activations,
     layout_of,
     network_input,
     token_stride,
@@ -223,7 +223,8 @@ def test_maps_stay_the_same_with_norms_folded_and_activations_fused(
         expected = captured.pop()
     for layer, mine in zip(hooked.layers, hooked(images), strict=True):
         assert (mine - expected[layer]).norm() / expected[layer].norm() < 1e-5
-    engine = fused(folded(hooked.network, hooked.pairs, torch.float32), hooked.layers)
+    engine = folded(hooked.network, hooked.pairs, torch.float32)
+    fuse_activations(engine, hooked.layers)
     activations: list[str] = []
     for path, module in engine.named_modules():
         if isinstance(module, nn.ReLU | nn.ReLU6):
@@ -277,7 +278,8 @@ def test_what_onednn_would_pad_otherwise_is_left_alone() -> None:
     )
     for convolution in odd:
         network = nn.Sequential(convolution, nn.ReLU())
-        assert fused(network, [])[0] is convolution
+        fuse_activations(network, [])
+        assert network[0] is convolution
         assert isinstance(network[1], nn.ReLU)
 
 

@@ -267,7 +267,7 @@ def test_a_device_that_an_engine_lacks(bank_export: Path, monkeypatch: pytest.Mo
 
 
 def test_an_engine_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
-    code = "from anomaly.backbones.engine import installed; installed('openvino', '').Core()"
+    code = "from anomaly.backbones import engine; engine.import_engine('openvino', '').Core()"
     environment = {**os.environ, "HOME": str(tmp_path), "USERPROFILE": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     assert not list(tmp_path.iterdir())
