@@ -38,7 +38,7 @@ class Images:
     """The images that are to be scored.
 
     Attributes:
-        paths: the image files, each once, in order of their names.
+        paths: the image files, each once, sorted.
         groups: name of the part that an image shows, by the image's path, where a list has it.
         passed_over: a line on the folders' other files; empty without any.
     """
@@ -63,20 +63,20 @@ def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Images:
     """The image files that files, folders and lists name.
 
     Args:
-        inputs: files, folders that are searched, and lists: a text file with a path on each line,
-            or a CSV file with a header and the columns `path` and `group`, or `path` alone, or a
-            `results.csv`; or the list of a data set without groups, whose paths lead from its own
-            folder; `-` for standard input. A file that a list names needn't exist, and will be
-            reported as unreadable.
+        inputs: files, folders that are searched, and lists (`-` for standard input): a text file
+            with a path on each line; a CSV file with a column `path`, or `path` and `group`; a
+            `results.csv`; a data set's list without groups, whose paths lead from its own folder.
+            A file that a list names needn't exist, and will be reported as unreadable.
         option: the option that gave the inputs, for messages; lists are read for `--input` alone,
             since others need images whose labels are known.
 
     Raises:
-        DataError: an input or the list doesn't exist or may not be looked at, there is no image at
-            all, or the list gives an image no part or two.
+        DataError: an input doesn't exist or may not be looked at, there is no image at all, or a
+            list is mistaken or gives an image no part or two.
     """
     paths, files, groups = set[Path](), list[Path](), dict[str, str]()
     for given in inputs:
+        # A shell's `*` names the system's files, too, but no hidden ones: a user wants those.
         if len(inputs) > 1 and left_by_system(given.name) and not given.name.startswith("."):
             log.warning("skipped, as files of the system: %s", given)
         elif is_folder(given):
@@ -90,12 +90,12 @@ def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Images:
     paths.update(filter(is_image, files))
     others = passed_over(files)
     if not paths:
-        there = others and f" ({others})"
-        raise DataError(f"no images in {', '.join(map(str, inputs))}{there}")
+        hint = others and f" ({others})"
+        raise DataError(f"no images in {', '.join(map(str, inputs))}{hint}")
     return Images(sorted(paths), groups, others)
 
 
-def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: bool = False) -> None:
+def check_inputs(inputs: Iterable[Path], images: Sequence[Path], *, defects: bool = False) -> None:
     """Refuse files and folders given as good, or as defects, where names or texts contradict that.
 
     Args:
@@ -106,11 +106,11 @@ def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: boo
     Raises:
         DataError: the message names the first such folder, or the files.
     """
-    files = list(images)
     # A folder may be given beside some of its files; sorting makes it count as given whole.
     given = sorted((is_folder(place), place) for place in inputs)
-    for folder, whole in {p if whole else p.parent: whole for whole, p in given}.items():
-        inside = [file for file in files if file.is_relative_to(folder)]
+    folders = {place if whole else place.parent: whole for whole, place in given}
+    for folder, whole in folders.items():
+        inside = [image for image in images if image.is_relative_to(folder)]
         if not defects:
             check_names(inside, folder, Label.GOOD)
             check_annotations(inside, folder)
@@ -119,7 +119,7 @@ def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: boo
 
 
 def open_test_images(good: Sequence[Path], defects: Sequence[Path]) -> tuple[Sample, ...]:
-    """Images to test with, by the folders that hold them.
+    """Images to test with, from folders of good images and of defects.
 
     Args:
         good: folders of good images.
@@ -127,7 +127,7 @@ def open_test_images(good: Sequence[Path], defects: Sequence[Path]) -> tuple[Sam
 
     Raises:
         DataError: a folder is missing or holds no images, names contradict what its images are
-            given as, or an image is given as both.
+            given as, or an image is given as good and a defect, or as two types of defect.
     """
     samples: dict[Path, Sample] = {}
     root = Path(os.path.commonpath([absolute(folder).parent for folder in (*good, *defects)]))
@@ -159,13 +159,13 @@ def open_list(file: Path) -> Dataset:
     """The data set of a CSV list: a header `path`, and maybe `label, mask, split, group`.
 
     Paths start from the list's own folder. A label is `good` (or another word for it, or `0`) or a
-    kind of defect; where no row has one, all images are good, unless their folders' names say
-    otherwise. Without a column `split`, four fifths of the good images train; the others and all
-    defects test, and views of one part stay together. The order of the lines changes nothing:
-    images come in the order of their paths, as from a folder.
+    kind of defect; where no row has one, all images are good, and folders' and files' names must
+    not contradict that. Good images without a split train and test as `set_apart` draws them;
+    defects without one test. The order of the lines changes nothing: images are sorted by path.
 
     Raises:
-        DataError: there is no such list, or a row is mistaken; the message names the line.
+        DataError: there is no such list, a row is mistaken (the message names the line), names
+            contradict that all are good, or no image trains.
     """
     rows = list(_rows(file, _LISTED, ("path",)))
     columns = {column for _, row in rows for column in row}
@@ -193,7 +193,7 @@ def open_visa(folder: Path) -> Dataset:
     """A category of VisA, in the one-class split: `split_csv/1cls.csv` beside the categories.
 
     Raises:
-        DataError: no such list, or none of its rows is of this category.
+        DataError: no such list, none of its rows is of this category, or one is mistaken.
     """
     root, category = folder.parent, folder.name
     file = root / "split_csv" / "1cls.csv"
@@ -207,13 +207,13 @@ def open_visa(folder: Path) -> Dataset:
 
 
 def listing_of(dataset: Dataset, copies: Iterable[Sequence[str]] = ()) -> str:
-    """A CSV list of a data set; marked as UTF-8, which keeps file names that are no text.
+    """Text of a CSV list of a data set, which `open_list` reads.
 
     Args:
         dataset: the data set; splits are written down unless they were drawn.
         copies: groups of names of images that show the same, which become views of one part.
     """
-    part = {name: f"copies of {names[0]}" for names in copies for name in names}
+    parts = {name: f"copies of {names[0]}" for names in copies for name in names}
     rows: list[tuple[object, ...]] = [_LISTED]
     for split, sample in ((name, s) for name, inside in dataset.splits.items() for s in inside):
         kind = sample.defect_type
@@ -221,15 +221,15 @@ def listing_of(dataset: Dataset, copies: Iterable[Sequence[str]] = ()) -> str:
             kinds = (kind, f"defect {kind}", "defect")
             kind = next(k for k in kinds if label_of(k) is Label.DEFECTIVE)
         mask = None if sample.mask_path is None else str(sample.mask_path)
-        group = sample.group or part.get(sample.name)
+        group = sample.group or parts.get(sample.name)
         rows.append((str(sample.path), kind, mask, None if dataset.drawn else split, group))
-    return "\ufeff" + csv_text(rows)
+    return "\ufeff" + csv_text(rows)  # the mark of UTF-8 keeps file names that are no text
 
 
 def _samples(
     rows: Iterable[tuple[int, dict[str, str]]], file: Path, folder: Path
 ) -> list[tuple[str, Sample]]:
-    """Samples of a list's rows, each with the name of its split; empty where the row has none.
+    """(split, sample) for each row of a list; an empty split where the row has none.
 
     Args:
         rows: line and cells by column.
@@ -271,7 +271,16 @@ def _samples(
 
 
 def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Rows:
-    """Rows of a list in the encoding in which most labels are words and most files exist."""
+    """Rows of a list in the encoding in which most labels are words and most files exist.
+
+    Args:
+        file: the list; `-` for standard input.
+        columns: known columns.
+        needed: known columns that must be there; empty for all.
+
+    Raises:
+        DataError: the list can't be read, or isn't CSV with these columns.
+    """
 
     def worth(row: Mapping[str, str]) -> int:
         labelled = label_of(row.get("label", "")) in CLEAR
@@ -281,7 +290,7 @@ def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Row
 
 
 def _bytes_of(file: Path, name: str) -> bytes:
-    """The content of a list, of standard input for `-`."""
+    """The content of a list, or of standard input for `-`; messages call it `name`."""
     try:
         return sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
@@ -289,7 +298,7 @@ def _bytes_of(file: Path, name: str) -> bytes:
 
 
 def _listed(file: Path, groups: dict[str, str]) -> list[Path]:
-    """Images that a list names.
+    """Images that a list names; see `find_inputs` for the kinds of lists.
 
     Args:
         file: the list; `-` for standard input.
@@ -302,6 +311,7 @@ def _listed(file: Path, groups: dict[str, str]) -> list[Path]:
     data = _bytes_of(file, name)
     lines = _lines_of(data)
     header, _ = header_of(lines[0], _SCORED) if lines else ([], "")
+    # A CSV file may be a text file of paths, and a text file may have a header.
     is_path = len(header) < 2 and is_image(Path(*header))
     is_table = header and not is_path and file.suffix.lower() in (".csv", ".tsv")
     if not (is_table or {*header} & {*_SCORED}):
@@ -326,7 +336,10 @@ def _listed(file: Path, groups: dict[str, str]) -> list[Path]:
 
 
 def _lines_of(data: bytes) -> list[str]:
-    """The lines of a list that aren't blank, in the encoding in which most are files' paths."""
+    """The lines of a list that aren't blank, in the encoding in which most are files' paths.
+
+    A first line that names the delimiter (`sep=;`) is left out.
+    """
     texts = texts_of(data)
     if len(texts) > 1:  # file names are bytes: they stay, unless a code page fits better
         texts.insert(0, os.fsdecode(data))
@@ -344,7 +357,7 @@ def _path_of(entry: str, folder: Path = Path()) -> str:
     """
     name = entry.removeprefix("file://")
     slashed = name if os.name == "nt" else name.replace("\\", "/")
-    # Of `os.path`, which takes any name: too long, with null characters.
+    # `os.path` takes any name, even a too long one, where `Path` raises.
     if slashed == name or os.path.lexists(folder / name):
         return name
     return slashed if os.path.exists(folder / slashed) else name  # noqa: PTH110
@@ -361,10 +374,11 @@ def picture_names(
     exists: Callable[[str], bool] = lambda name: False,
     numbers: dict[str, int] | None = None,
 ) -> list[str]:
-    """Paths of heatmaps, one for each image, that mirror the inputs' folders; no two are equal.
+    """Relative paths of heatmaps, one for each image, that mirror the inputs' folders.
 
-    Names too long for a file system are shortened. A folder named like a picture gets a `~`, so
-    that `x.jpg.png~/` can lie beside `x.jpg.png`, the heatmap of `x.jpg`.
+    No two are equal, even without capitals. Names too long for a file system are shortened. A
+    folder named like a picture gets a `~`, so that `x.jpg.png~/` can lie beside `x.jpg.png`, the
+    heatmap of `x.jpg`.
 
     Args:
         paths: the image files.

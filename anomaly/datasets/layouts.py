@@ -39,7 +39,7 @@ from anomaly.imaging.read import is_folder, list_images, other_files
 log = logging.getLogger(__name__)
 
 LIST_SUFFIX = ".csv"
-HOW_TO_GET_MVTEC = (
+_HOW_TO_GET_MVTEC = (
     "Get MVTec AD from mvtec.com/company/research/datasets/mvtec-ad and name the folder of its "
     "categories (--set data.root=FOLDER); `anomaly demo` makes a data set to try things on."
 )
@@ -51,12 +51,12 @@ def open_dataset(layout: str, root: str | Path | None, category: str | None = No
 
     Args:
         layout: a key of `FORMATS`; docs/own-data.md shows what each looks like.
-        root: the folder of the data set, or of its categories; with `csv` it may be the list.
+        root: the folder of the data set, or of its categories; with `csv`, the list or its folder.
         category: a folder (or list) inside `root`; None for `root` itself.
 
     Raises:
-        DataError: something is missing or may not be looked at, there are no training images, or a
-            list has a mistake.
+        DataError: the layout is unknown, something is missing or may not be looked at, there are no
+            training images, or a list or names contradict themselves.
         AnomalyError: the root's `~` stands for nobody's home folder.
     """
     if root is None:
@@ -73,7 +73,7 @@ def open_dataset(layout: str, root: str | Path | None, category: str | None = No
         if root.is_file():
             raise DataError(f"{root} is a file; for a CSV list use --set data.format=csv")
         alike = f" ({nearest(str(category), folders_in(root))})" if is_folder(root) else ""
-        hint = HOW_TO_GET_MVTEC if layout == "mvtec" else "Correct data.root."
+        hint = _HOW_TO_GET_MVTEC if layout == "mvtec" else "Correct data.root."
         raise DataError(f"{place} doesn't exist{alike or looked_in(root)}. {hint}")
     dataset = FORMATS[layout](place)
     log.debug("read as %s: %r", layout, dataset)
@@ -81,7 +81,7 @@ def open_dataset(layout: str, root: str | Path | None, category: str | None = No
 
 
 def folders_in(folder: Path) -> list[str]:
-    """Names of the folders in one; none where there is no such folder.
+    """Names of a folder's subfolders, sorted; none where there is no such folder.
 
     Raises:
         DataError: it can't be listed.
@@ -89,8 +89,10 @@ def folders_in(folder: Path) -> list[str]:
     return [entry.name for entry in files_in(folder) if entry.is_dir()]
 
 
-def _good_only(folder: Path) -> Dataset:
-    """A folder of good images; where the names of its files tell, of defective ones, too.
+def _open_folder(folder: Path) -> Dataset:
+    """A folder of good images, or of good and defective ones by the names of the files.
+
+    Without defective ones, there is no test split.
 
     Raises:
         DataError: there are no images, or names or annotations contradict that they are good.
@@ -118,7 +120,7 @@ def _good_only(folder: Path) -> Dataset:
 
 
 def labels_in(folder: Path, *, published: bool = False) -> dict[Path, Label]:
-    """Labels of images by the names of the folders that they lie right in.
+    """Labels of all folders that images lie right in, by the names on the way to them.
 
     Args:
         folder: its own name doesn't count.
@@ -126,8 +128,8 @@ def labels_in(folder: Path, *, published: bool = False) -> dict[Path, Label]:
             in `test` an unknown name is a kind of defect.
 
     Returns:
-        By the folder with images, relative to `folder`: unclear where names on the way to it
-        contradict each other, aside for masks and for what doesn't count.
+        By the folder with images, relative to `folder`: unclear where names contradict each other,
+        aside for masks and for what doesn't count.
     """
     inside = dict.fromkeys(image.parent.relative_to(folder) for image in list_images(folder))
     return {inner: _label_within(inner, published) for inner in inside}
@@ -136,7 +138,8 @@ def labels_in(folder: Path, *, published: bool = False) -> dict[Path, Label]:
 def _label_within(inner: Path, published: bool) -> Label:
     """Label of the images right in a folder, relative to the data set's; see `labels_in`."""
     split = _split_within(inner)
-    names = [(name, label_of(name)) for name in inner.parts[split != "" :]]
+    # The folder of a split, such as `test`, has no label.
+    names = [(name, label_of(name)) for name in inner.parts[1 if split else 0 :]]
     if any(label is Label.ASIDE and not split_of(name) for name, label in names):
         return Label.ASIDE
     if published and not (split and names):
@@ -145,17 +148,14 @@ def _label_within(inner: Path, published: bool) -> Label:
     clear = {*labels} - {Label.UNKNOWN}
     if not clear:
         return Label.DEFECTIVE if published and split == "test" and labels else Label.UNKNOWN
-    if (
-        len(clear) > 1
-        or not clear <= CLEAR
-        or (labels[-1] is Label.UNKNOWN and Label.GOOD in clear)
-    ):
+    unknown_in_good = Label.GOOD in clear and labels[-1] is Label.UNKNOWN
+    if unknown_in_good or len(clear) > 1 or not clear <= CLEAR:
         return Label.UNCLEAR
     return clear.pop()
 
 
 def _split_within(inner: Path) -> str:
-    """The split that the topmost folder on the way to one names; empty where it names none."""
+    """The split that a relative path's first folder names; empty where it names none."""
     return split_of(inner.parts[0]) if inner.parts else ""
 
 
@@ -164,17 +164,16 @@ def open_by_names(
 ) -> Dataset:
     """A data set by the names of its folders, below those of splits (`train/good`) or without.
 
-    Masks have the same names as their images below a folder of masks, which may be any folder on
-    the way to these.
+    Masks lie below a folder of masks, and `Masks` finds them by their names.
 
     Args:
         folder: its own name doesn't count.
-        labels: labels by folder, from `labels_in` or from somebody who knows; None for the former.
+        labels: labels by folder, from `labels_in` or a person; None for those from `labels_in`.
         published: True if the folder is laid out as MVTec AD, see `labels_in`.
 
     Raises:
-        DataError: a folder's name doesn't tell, there are no good images, or the names of files or
-            texts beside them contradict their folder's.
+        DataError: a folder's name doesn't tell, there are no good images, the names of files or
+            texts beside them contradict their folder's, or two images have one mask.
     """
     labels = labels or labels_in(folder, published=published)
     masks = sorted({mask for inner in labels for mask in _masks_in(inner)})
@@ -192,6 +191,7 @@ def open_by_names(
             around = [folder / place for place in _mask_places(inner, masks)]
             kind = next((p for p in reversed(inner.parts) if p != _COLOUR), "defect")
             mask = finder.of(path, around)
+            # In any split's folder, defects test.
             samples.append((split and "test", replace(sample, defect_type=kind, mask_path=mask)))
     good = [sample.path for _, sample in samples if not sample.is_defect]
     check_files(good, folder, Label.GOOD)
@@ -204,12 +204,12 @@ def open_by_names(
 
 
 def _of_good(mask: Path, folder: Path) -> bool:
-    """True for a mask of a good image, which marks nothing, by the folders in the data set's."""
+    """True if a mask is a good image's, and so marks nothing, by the names of its folders."""
     return Label.GOOD in map(label_of, mask.relative_to(folder).parent.parts)
 
 
 def _masks_in(inner: Path) -> list[Path]:
-    """The topmost folder of masks on the way to a folder; none where there is no such folder."""
+    """The topmost folder of masks on the way to a folder, or that folder itself; or none."""
     return [p for p in (*reversed(inner.parents), inner) if says_masks(p.name)][:1]
 
 
@@ -223,6 +223,7 @@ def _mask_places(inner: Path, masks: Sequence[Path]) -> Iterator[Path]:
     for mask in masks:
         if mask.parent in (inner, *inner.parents):
             parts = inner.relative_to(mask.parent).parts
+            # Below `defect/`, each kind has a folder of its own, and so have the masks.
             kinds = Label.DEFECTIVE in map(label_of, parts[:-1])
             yield from (mask.joinpath(*parts[i:]) for i in range(len(parts) + (not kinds)))
 
@@ -234,7 +235,7 @@ def _say_folder(inner: Path) -> str:
 
 FORMATS: dict[str, Callable[[Path], Dataset]] = {
     "mvtec": partial(open_by_names, published=True),
-    "folder": _good_only,
+    "folder": _open_folder,
     "good_defect": open_by_names,
     "visa": open_visa,
     "csv": open_list,
@@ -249,7 +250,7 @@ class Recognised:
         layout: a key of `FORMATS`.
         root: the folder of images, or the list of them.
         reason: the sign that it was recognised by, for people.
-        listing: lines of the list that says what a person answered; empty without questions.
+        listing: text of a list with a person's answers, to be written; empty without questions.
     """
 
     layout: str
@@ -266,8 +267,7 @@ def recognise(
     Args:
         place: the folder or list, as a user named it.
         layout: the layout that a user chose; None recognises it.
-        ask: shows a question on unclear folders and returns the answer, or raises EOFError; None
-            where there is no one to ask.
+        ask: shows a question and returns a person's answer, or raises EOFError; None for nobody.
 
     Raises:
         DataError: the place doesn't exist, holds several data sets or no images, or its folders'
@@ -290,7 +290,7 @@ def recognise(
     _check_whole(place)
     labels = labels_in(place)
     if {*labels.values()} - {Label.UNKNOWN, Label.ASIDE}:
-        return _own_names(place, labels, ask)
+        return _recognise_by_names(place, labels, ask)
     if labels:
         return Recognised("folder", place, "a folder of images")
     lists = [file for file in files_in(place) if file.suffix == LIST_SUFFIX]
@@ -301,16 +301,12 @@ def recognise(
 
 
 def _is_whole(place: Path) -> bool:
-    """True if a folder is a data set with good images in its `train`."""
+    """True if a folder is a data set whose `train` has a folder named as good."""
     return any(label_of(name) is Label.GOOD for name in folders_in(place / "train"))
 
 
 def _check_whole(place: Path) -> None:
-    """Refuse several data sets, and a part of one that isn't its good images, such as `test`.
-
-    Raises:
-        DataError: the folder is one of these.
-    """
+    """Refuse a folder of several data sets, or a data set's part but `train` and good images."""
     if sets := [n for n in folders_in(place) if not split_of(n) and _is_whole(place / n)]:
         raise DataError(
             f"{place} holds several data sets: {some(sets, most=8)}; give one of them, e.g. "
@@ -325,15 +321,15 @@ def _check_whole(place: Path) -> None:
         )
 
 
-def _own_names(
+def _recognise_by_names(
     place: Path, labels: Mapping[Path, Label], ask: Callable[[str], str] | None
 ) -> Recognised:
     """The layout of a folder in which some folders' names say good or defective.
 
     Args:
         place: the folder.
-        labels: labels of the folders in it, from `labels_in`.
-        ask: as in `recognise`.
+        labels: result of `labels_in`.
+        ask: as in `recognise`, for the other folders' labels.
 
     Raises:
         DataError: other folders' names don't tell, and there is no one to ask, or no answer.
@@ -370,7 +366,11 @@ def _answers(
 
 
 def _answer(folder: Path, ask: Callable[[str], str]) -> Label:
-    """Label of a folder, which a person is asked for."""
+    """Label of a folder, which a person is asked for; a word's beginning will do.
+
+    Raises:
+        DataError: there was no such answer.
+    """
     answers = {"good": Label.GOOD, "defective": Label.DEFECTIVE, "out": Label.ASIDE}
     try:
         answer = ask(

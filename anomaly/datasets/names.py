@@ -84,13 +84,10 @@ _COMMON = 0.9  # share of names from which on a word in them is the product's
 
 
 def label_of(name: str) -> Label:
-    """Meaning of the name of a folder or file, or of a label in a list.
+    """Meaning of the name of a folder, of a file (without suffix), or of a label in a list.
 
     Words may be coupled by any sign, in camelCase or in any Unicode form. A name is good only if
     all of its words are known.
-
-    Args:
-        name: without its suffix.
     """
     kinds = _kinds(name) - _SILENT
     if not kinds:
@@ -110,16 +107,16 @@ def says_masks(name: str) -> bool:
 
 
 def split_of(name: str) -> str:
-    """The split whose images a folder holds by its name; empty where it names none."""
+    """`train`, `validation` or `test` if a folder's name says no more than that; else empty."""
     split = _kinds(name) - {"place"}
     return split.pop() if split in ({"train"}, {"validation"}, {"test"}) else ""
 
 
 def defect_type_of(label: str, where: str) -> str:
-    """Defect type of a label in a list: `good`, or a kind of defect.
+    """Defect type of a label in a list: `good` (also for none and `0`), or a kind of defect.
 
     Args:
-        label: cell of the list.
+        label: cell of the list; `1` is the kind `defect`.
         where: list and line, for messages.
 
     Raises:
@@ -140,13 +137,10 @@ def defect_type_of(label: str, where: str) -> str:
 
 
 def by_file_names(stems: Sequence[str]) -> dict[str, Label]:
-    """Label of each file by its name.
+    """Labels of files by their names without suffixes.
 
-    Words in nine of ten names are the product's (`hole_plate_1`) and say nothing, unless they deny
-    that parts are good (`NOK_1`). Random names of hexadecimal digits say nothing either.
-
-    Args:
-        stems: names of files, without suffixes.
+    Words in nine of ten names are the product's (`hole_plate_1`) and say nothing, unless they call
+    parts good or deny it (`NOK_1`). Random names of hexadecimal digits say nothing either.
     """
     words = {stem: _words(_RANDOM.sub("", stem)) for stem in stems}
     counts = Counter(word for in_name in words.values() for word in set(in_name))
@@ -162,11 +156,12 @@ def by_file_names(stems: Sequence[str]) -> dict[str, Label]:
 
 
 def _kinds(name: str) -> set[str]:
-    """Kinds, as in `_WORDS`, of the words of a name; also `other` and `doubt`."""
+    """Kinds, as in `_WORDS`, of the words of a name, and `other` for unknown words."""
     words = _words(name)
-    together = _known("".join(words))  # n.i.O., no defects
-    letters = [word for word in words if len(word) == 1]
-    return {together} if together else {*map(_kind, words), *["other"][: len(letters) > 1]}
+    if together := _known("".join(words)):  # n.i.O., no defects
+        return {together}
+    initials = sum(len(word) == 1 for word in words) > 1  # they may say anything
+    return {*map(_kind, words)} | ({"other"} if initials else set())
 
 
 def _words(name: str) -> list[str]:
@@ -223,12 +218,12 @@ def check_names(images: Sequence[Path], folder: Path, wanted: Label) -> None:
         DataError: the message names the first such folder, or the files.
     """
     top, holding = absolute(folder), {absolute(image.parent) for image in images}
-    known = {f for inner in holding for f in (inner, *inner.parents) if f.is_relative_to(top)}
-    labels = {f: label_of(f.name) for f in known}
+    folders = {f for inner in holding for f in (inner, *inner.parents) if f.is_relative_to(top)}
+    labels = {f: label_of(f.name) for f in folders}
     if "other" in _kinds(top.name) or labels.get(top) not in {*CLEAR, Label.ASIDE}:
         labels[top] = Label.PLACE  # a product's name, `hole plate`, says nothing of its parts
-    good = {f for f in known if Label.GOOD in {labels.get(g) for g in (f, *f.parents)}}
-    contrary = {f for f in known if labels[f] in _CONTRARY[wanted]}
+    good = {f for f in folders if Label.GOOD in {labels.get(g) for g in (f, *f.parents)}}
+    contrary = {f for f in folders if labels[f] in _CONTRARY[wanted]}
     if wanted is Label.GOOD and good:
         contrary |= holding - good
     if contrary:
@@ -243,12 +238,7 @@ def check_names(images: Sequence[Path], folder: Path, wanted: Label) -> None:
 
 
 def check_files(images: Sequence[Path], folder: Path, wanted: Label) -> None:
-    """Refuse images given as good, or as defective, where names of files say otherwise.
-
-    Args:
-        images: files in the folder.
-        folder: folder that the user gave.
-        wanted: label that the user gave, good or defective.
+    """Refuse images in a folder that the user wants good, or defective, but names call otherwise.
 
     Raises:
         DataError: the message names the files.
@@ -264,7 +254,7 @@ def check_files(images: Sequence[Path], folder: Path, wanted: Label) -> None:
 
 
 def undecided(folder: Path, names: Sequence[str], what: str = "folders") -> DataError:
-    """The error to raise if folders, or files, have names that don't tell good from defective."""
+    """The error of folders, or files, whose names don't tell good from defective."""
     return DataError(
         f"{folder}: the names of these {what} don't say whether images are good or defective: "
         f"{some(names)}. Rename them (`good …`, `defect …`), move them elsewhere, or list the "
@@ -276,8 +266,8 @@ def check_annotations(good: Sequence[Path], folder: Path) -> None:
     """Refuse good images that text files beside them name: those may call them defective.
 
     A file names images by its own name (`1.json`, empty or not) or in its text, whatever its
-    format. Names without a suffix count if they have letters; mere numbers if half of the images
-    are named so.
+    format. Names without a suffix count if they have letters; mere numbers if half of a folder's
+    images are named so.
 
     Args:
         good: images to be taken as good.
@@ -286,6 +276,7 @@ def check_annotations(good: Sequence[Path], folder: Path) -> None:
     Raises:
         DataError: the message says which files name how many images.
     """
+    # By folder and name without suffix.
     by_folder: dict[Path, dict[str, set[Path]]] = {}
     for image in map(absolute, good):
         by_folder.setdefault(image.parent, {}).setdefault(folded(image.stem), set()).add(image)
@@ -309,7 +300,7 @@ def check_annotations(good: Sequence[Path], folder: Path) -> None:
 def _texts_around(
     place: Path, folder: Path, listed: Callable[[Path], list[Path]]
 ) -> Iterator[Path]:
-    """Text files in a folder of images and in those around it, and annotations beside these.
+    """Text files in a folder of images, in those around it, and in folders of annotations there.
 
     Args:
         place: folder of images.
@@ -335,9 +326,7 @@ def _is_of_images(folder: Path) -> bool:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Entries of a folder, sorted, without files of the system and of this program.
-
-    There are none where there is no such folder.
+    """Entries of a folder, sorted, without the system's and this program's; none without a folder.
 
     Raises:
         DataError: it can't be listed.
@@ -357,8 +346,8 @@ def _named_by(
 
     Args:
         text: the file.
-        images: images by their names without suffix, folded.
-        mentions: returns the words of a text file that may be names.
+        images: a folder's images by their names without suffix, folded.
+        mentions: `_mentions`, which reads each file once.
     """
     if named := images.get(_stem(text.stem)):
         return named
@@ -381,7 +370,7 @@ def _stem(mention: str) -> str:
 
 
 def _mentions(file: Path) -> set[str]:
-    """Words of a text file that may be names, with forward slashes."""
+    """Words of a text file's first 16 MiB that may be names, with forward slashes."""
     try:
         with file.open("rb") as stream:
             data = stream.read(_MOST_READ)
@@ -393,7 +382,7 @@ def _mentions(file: Path) -> set[str]:
 
 
 def absolute(path: Path) -> Path:
-    """A path without `..`, from the root, which is one slash (POSIX lets two be another root)."""
+    """An absolute path without `..`, whose root is one slash (POSIX lets two be another root)."""
     return Path(os.path.abspath(path).replace("//", "/"))  # noqa: PTH100, links stay
 
 

@@ -46,9 +46,9 @@ class Sample:
     Attributes:
         path: the image file; a mere name where the pixels are in memory.
         name: its path relative to the data set's folder, with forward slashes.
-        defect_type: `good`, or the kind of defect (the name of its folder).
-        mask_path: the ground-truth mask, or a folder of masks that hold a part of it each; None
-            for good images and where there is none.
+        defect_type: `good`, or the kind of defect (the name of its folder, or a list's label).
+        mask_path: the ground-truth mask, or a folder of masks that each hold a part of it; None
+            without.
         group: name of the part that several images show; None where each image is a part.
         image: the pixels, where they are in memory; None for a file.
     """
@@ -62,7 +62,7 @@ class Sample:
 
     @property
     def source(self) -> Path | Image:
-        """Source for loading: the file, or the pixels that are in memory."""
+        """The file, or the pixels in memory, for loading."""
         return self.path if self.image is None else self.image
 
     @property
@@ -93,7 +93,8 @@ class Dataset:
         test: good and defective images.
         validation: further good images, where the data set sets some apart: not learned from.
         unused_masks: masks that belong to no image.
-        drawn: True if the good test images were drawn, as no folder or list named them.
+        drawn: True if no folder or list names a split, so that `set_apart` drew the good test
+            images.
     """
 
     folder: Path
@@ -142,13 +143,13 @@ def ground_truth(sample: Sample, size: tuple[int, int]) -> NDArray[np.bool_]:
         (H0, W0); all False for an image without a mask.
 
     Raises:
-        MaskError: a mask has another size than its image, marks nearly all of it, or a defect on a
-            good image; or a folder holds no masks.
+        MaskError: a mask has another size than its image; masks mark nearly all of a defective
+            image, or anything on a good one; or a folder holds no masks.
         ImageError: a mask can't be read.
     """
-    whole = np.zeros(size, dtype=bool)
+    marked = np.zeros(size, dtype=bool)
     if sample.mask_path is None:
-        return whole
+        return marked
     files = _mask_files(sample.mask_path)
     if not files:
         raise MaskError(f"{sample.mask_path} holds no masks; add them or remove the folder")
@@ -162,33 +163,33 @@ def ground_truth(sample: Sample, size: tuple[int, int]) -> NDArray[np.bool_]:
                 f"-sample {size[1]}x{size[0]}! MASK)",
                 "mask_size",
             )
-        whole |= mask
-    marked = float(whole.mean())
-    if sample.is_defect and marked >= _NEARLY_ALL:
+        marked |= mask
+    share = float(marked.mean())
+    if sample.is_defect and share >= _NEARLY_ALL:
         raise MaskError(
-            f"{sample.mask_path} marks {marked:.1%} of {sample.path} as defect. If the defect is "
+            f"{sample.mask_path} marks {share:.1%} of {sample.path} as defect. If the defect is "
             "black in it, invert it (magick MASK -negate MASK); if its background isn't 0, write "
             "it anew with 0; if all of the part is defective, remove the mask",
             "mask_inverted",
         )
-    if not sample.is_defect and marked:
+    if not sample.is_defect and share:
         raise MaskError(
             f"{sample.mask_path} marks a defect, but {sample.path} is labelled good; remove the "
             "mask, or move the image to the defects",
             "mask_on_good",
         )
-    return whole
+    return marked
 
 
 def maybe_turned(sample: Sample, image: Image) -> str:
-    """A warning that a mask may not be upright as its image is; empty where it surely is.
+    """A warning that a mask may not be turned as its image is; empty where there is no doubt.
 
     Args:
         sample: its mask, if it has one, can be read and has the size of its image.
         image: its image.
     """
     height, width = image.size
-    # Where the sides are swapped, a mask that isn't upright has another size.
+    # Where the sides are swapped, a mask that isn't turned has another size.
     size_tells = image.orientation >= _SIDEWAYS and height != width
     if sample.mask_path is None or image.orientation == _UPRIGHT or size_tells:
         return ""
@@ -207,7 +208,7 @@ def _mask_files(mask: Path) -> list[Path]:
 
 
 def samples_in(folder: Path) -> list[Sample]:
-    """Samples of a folder's images, without masks beside them; none if there is no such folder."""
+    """Samples of a folder's images; none without a folder. Masks beside them cause a warning."""
     files = list_images(folder) if is_folder(folder) else []
     images = without_masks(files)
     if masks := sorted({*files} - {*images}):
@@ -217,17 +218,18 @@ def samples_in(folder: Path) -> list[Sample]:
 
 
 def set_apart(good: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Good images drawn: four fifths to learn from, one fifth to test with.
+    """Good images drawn: four fifths to learn from, at most one fifth to test with.
 
     The draw depends on the names alone, so that images added later hardly move the others. Views of
-    one part stay together; those of a part with more views than a fifth of all are learned from.
+    one part stay together; a part with more views than are still to be drawn is learned from.
     """
 
     def order(part: str) -> tuple[int, str]:
         return zlib.crc32(part.encode("utf-8", "surrogateescape")), part
 
     views = Counter(sample.part for sample in good)
-    remaining, test = len(good) // _TEST_SHARE, set[str]()  # images still to draw; drawn parts
+    test = set[str]()  # parts
+    remaining = len(good) // _TEST_SHARE
     for part in sorted(views, key=order):
         if views[part] <= remaining:
             test.add(part)
@@ -236,9 +238,7 @@ def set_apart(good: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 
 def in_splits(where: Path, samples: Sequence[tuple[str, Sample]], hint: str) -> Dataset:
-    """A data set of samples; some of them may have no split yet.
-
-    Good samples without a split are drawn; defects without one are tested with.
+    """A data set of samples; `set_apart` draws good ones without a split, defects without one test.
 
     Args:
         where: the data set's folder or list.
@@ -251,7 +251,7 @@ def in_splits(where: Path, samples: Sequence[tuple[str, Sample]], hint: str) -> 
     train, validation, test = ([s for n, s in samples if n == split] for split in SPLITS)
     undecided = [s for n, s in samples if not n]
     good, defects = ([s for s in undecided if s.is_defect is bad] for bad in (False, True))
-    # All views of a part are tested with where one of them is, or shows a defect.
+    # Views that have no split follow a view of the same part that tests, or shows a defect.
     tested = {s.part for s in [*test, *defects]}
     learned, drawn = set_apart([s for s in good if s.part not in tested])
     train += learned
@@ -274,9 +274,9 @@ class Masks:
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._owners: dict[Path, Path] = {}  # each mask is one image's
-        # By folder and name, without suffix and folded: the file's, or that of the image whose mask
-        # it is by its name. A folder may be a mask, too.
+        self._owners: dict[Path, Path] = {}  # images by their masks
+        # Files and folders by folder and name, without suffix and folded: their own name (False),
+        # or that of the image whose mask they are by their name (True).
         self._named = defaultdict[tuple[str, str, bool], list[Path]](list)
         for entry in dict.fromkeys(entry for file in files for entry in (file, file.parent)):
             folder, stem = folded(str(entry.parent)), _stem(entry)
@@ -284,12 +284,12 @@ class Masks:
             self._named[folder, _masked_by(stem), True].append(entry)
 
     def of(self, image: Path, folders: Iterable[Path]) -> Path | None:
-        """The mask of an image `1.jpg`: `1_mask.png` or a similar name, `1.png` or a folder `1`.
+        """The mask of an image `1.jpg`: `1_mask.png` or similar, `1.png` or a folder `1`; or None.
 
         Args:
             image: the image's file.
             folders: folders that may hold the mask, the likeliest first. The image's own folder
-                comes last, and there only names other than the image's count.
+                comes last, and there only names such as `1_mask.png` count.
 
         Raises:
             DataError: another image has this mask.
@@ -313,14 +313,14 @@ class Masks:
         yield from filter(_lossless, self._named[beside, stem, True])
 
     def has(self, file: Path) -> bool:
-        """True if a file, or a folder that it is in, is some image's mask."""
+        """True if `of` has returned this file, or a folder that it is in, as some image's mask."""
         return not self._owners.keys().isdisjoint((file, *file.parents))
 
 
 def without_masks(images: Sequence[Path]) -> list[Path]:
     """Images without masks beside them: files named like `1_mask.png` beside `1.jpg`.
 
-    A JPEG is never taken for a mask.
+    A JPEG never counts as a mask.
     """
     beside = {(image.parent, _stem(image)) for image in images}
     masks = {i for i in images if _lossless(i) and (i.parent, _masked_by(_stem(i))) in beside}
@@ -334,8 +334,8 @@ def _stem(entry: Path) -> str:
 
 def _masked_by(stem: str) -> str:
     """Name of the image whose mask a file of this folded name is; empty for other names."""
-    of = _MASK_NAME.fullmatch(stem)
-    return of[1] or of[2] if of else ""
+    match = _MASK_NAME.fullmatch(stem)
+    return match[1] or match[2] if match else ""
 
 
 def _lossless(file: Path) -> bool:
@@ -354,7 +354,7 @@ def strays(masks: Sequence[Path]) -> str:
 
 
 def contradiction(first: Sample, second: Sample) -> DataError | None:
-    """The error that two samples of one picture can't both be right; None where they can."""
+    """The error of two samples of one picture, one good and one a defect; else None."""
     if first.is_defect == second.is_defect:
         return None
     good, defect = (second, first) if first.is_defect else (first, second)
@@ -370,14 +370,13 @@ _NEAR = 0.6
 
 
 def frames(looks: Mapping[int, Look]) -> dict[int, int]:
-    """Images that show one frame, apart from noise and compression.
+    """Groups of images that show one frame, apart from noise and compression.
 
     Args:
         looks: the images' looks by their numbers.
 
     Returns:
-        By image, the lowest number among the images that show its frame; its own where no other
-        image does.
+        By image, the lowest number in its group.
     """
     if not looks:
         return {}
@@ -389,8 +388,9 @@ def frames(looks: Mapping[int, Look]) -> dict[int, int]:
     along = rows @ np.linalg.eigh(rows.T @ rows)[1][:, -1]
     order = np.argsort(along, kind="stable")
     rows, along, images = rows[order], along[order], images[order]
-    squares, most = np.square(rows).sum(axis=1), float(_NEAR * rows.shape[1] ** 0.5)
-    shown = np.full(len(rows), -1)
+    squares = np.square(rows).sum(axis=1)
+    most = float(_NEAR * rows.shape[1] ** 0.5)  # from a root mean square to a distance
+    shown = np.full(len(rows), -1)  # -1: in no group yet
     for place in range(len(rows)):
         if shown[place] < 0:
             beyond = int(np.searchsorted(along, along[place] + most, side="right"))
@@ -402,7 +402,7 @@ def frames(looks: Mapping[int, Look]) -> dict[int, int]:
 
 
 def near_copies(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str:
-    """A warning that some training images are near copies of others; empty where none is.
+    """A warning that counts training images which are near copies of others; empty without any.
 
     Exact copies aren't counted.
 
@@ -428,7 +428,7 @@ def near_copies(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str
 
 
 def too_few_different(count: int) -> DataError:
-    """The error to raise if training has too few different images (0 or 1) for thresholds."""
+    """The error of a training with too few different images (0 or 1) for thresholds."""
     return DataError(
         f"calibration needs at least 2 different training images, not {count}; "
         "add some, or train with --no-calibrate (and without model.leave_out_suspects, if set)"
@@ -436,10 +436,6 @@ def too_few_different(count: int) -> DataError:
 
 
 def none_usable(reasons: Sequence[str]) -> DataError:
-    """The error to raise if no image can be used.
-
-    Args:
-        reasons: each image's path and fault.
-    """
+    """The error of images that can't be used, with the first three reasons: path and fault."""
     listed = "\n  ".join(reasons[:3])
     return DataError(f"none of the {len(reasons)} images can be used:\n  {listed}")

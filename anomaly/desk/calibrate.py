@@ -34,7 +34,7 @@ from anomaly.desk.change import (
 from anomaly.errors import DataError, counted, first_of, some
 from anomaly.runtime import StageProgress
 from anomaly.scoring.model import Model, Scored, score
-from anomaly.storage.thresholds import changes_with, earlier_thresholds, recorded
+from anomaly.storage.thresholds import changes_with, earlier_thresholds, history_images
 
 log = logging.getLogger(__name__)
 
@@ -300,7 +300,7 @@ def _known_scores(model: Model, known: Iterable[Sample]) -> GoodScores:
         )
     good, learned = model.thresholds.good, model.manifest["training_images"]
     # Defects may have been found among the training images since; unreadable files have no hash.
-    bad = {*(defect.sha256 for defect in known), *recorded(model, "defects")} - {""}
+    bad = {*(defect.sha256 for defect in known), *history_images(model, "defects")} - {""}
     rows = [(name, sha256 or learned.get(name, "")) for name, _, _, sha256 in good.rows()]
     if defects := [name for name, sha256 in rows if sha256 in bad]:
         log.warning("left out, known as defects: %s", some(defects))

@@ -22,7 +22,7 @@ from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import DEFAULT, Decoding, described
 from anomaly.runtime import StageProgress
 from anomaly.scoring.model import Model, Scored, score
-from anomaly.storage.thresholds import recorded
+from anomaly.storage.thresholds import history_images
 
 log = logging.getLogger(__name__)
 
@@ -316,8 +316,8 @@ def new_images(
     parts = {part.sha256 for part in [*known[DEFECTS], *known[GOOD]]}
     known_hashes: dict[str, set[str]] = {  # sha256 by the reason to leave an image out
         "that the model has learned from": set(model.manifest["training_images"].values()),
-        "of the test split or known as defects": parts | recorded(model, "defects"),
-        "taken as defects before": recorded(model, "taken as defects") if unsorted else set(),
+        "of the test split or known as defects": parts | history_images(model, "defects"),
+        "taken as defects before": history_images(model, "taken as defects") if unsorted else set(),
         "that are copies of others": set(),
     }
     kept: list[Sample] = []

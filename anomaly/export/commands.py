@@ -36,8 +36,8 @@ from anomaly.storage.folder import (
     HISTORY,
     MANIFEST,
     appearing,
+    check_model_folder,
     check_run_folder,
-    claim_model,
     file_entry,
     find_model,
     write_sealed,
@@ -90,7 +90,7 @@ def _source_folder(options: argparse.Namespace) -> Path:
             f"{target} holds a trained model, which an export doesn't replace; give another "
             "--output"
         )
-    claim_model(target, overwrite=options.overwrite)
+    check_model_folder(target, overwrite=options.overwrite)
     if options.golden is not None:
         find_inputs([options.golden], option="--golden")
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]

@@ -36,7 +36,7 @@ from anomaly.line.record import Answer, Record
 from anomaly.runtime import get_threads, program_threads
 from anomaly.scoring.model import Model, Prediction
 from anomaly.storage.models import load_model
-from anomaly.storage.thresholds import caught_defects, thresholds_alone_differ
+from anomaly.storage.thresholds import caught_share, models_scoring_alike
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +73,8 @@ class Version:
         decoders = Decoders(model.loading, PictureWriter.of(model, _SMALL_PIXELS))
         if model.thresholds is None:
             return cls(model, checked, decoders)
-        ids = {model.model_id, *thresholds_alone_differ(folder)}
-        promise = Promise.given(model.thresholds, ids, caught_defects(model))
+        ids = {model.model_id, *models_scoring_alike(folder)}
+        promise = Promise.given(model.thresholds, ids, caught_share(model))
         drift = RecordedDrift(promise, model.thresholds.to_review)
         return cls(model, checked, decoders, drift)
 

@@ -26,9 +26,9 @@ from anomaly.report.page import figure_html, row_html, table_html, table_page, u
 from anomaly.storage.folder import checked, find_model, model_id
 from anomaly.storage.models import read_folder
 from anomaly.storage.thresholds import (
-    earlier_versions,
+    models_scoring_alike,
     read_thresholds,
-    thresholds_alone_differ,
+    thresholds_by_id,
 )
 
 PAGE = "report.html"
@@ -394,9 +394,9 @@ def _promises_of(model: Path) -> _Promises:
     thresholds, own = read_thresholds(folder), model_id(folder)
     if thresholds is None:
         raise DataError(f"{model} has no thresholds; set them with anomaly calibrate")
-    earlier = {i: Promise.given(limits, {i}) for i, limits in earlier_versions(folder).items()}
+    earlier = {i: Promise.given(limits, {i}) for i, limits in thresholds_by_id(folder).items()}
     # The scores are watched by the present thresholds alone, whichever version has given them.
-    return earlier | {own: Promise.given(thresholds, {own, *thresholds_alone_differ(folder)})}
+    return earlier | {own: Promise.given(thresholds, {own, *models_scoring_alike(folder)})}
 
 
 def _prices(words: Sequence[str]) -> dict[str, str]:

@@ -39,7 +39,7 @@ from anomaly.report.page import (
 from anomaly.runtime import Progress, __version__
 from anomaly.scoring.model import Model, Prediction, Scored
 from anomaly.storage.folder import find_model
-from anomaly.storage.thresholds import thresholds_alone_differ
+from anomaly.storage.thresholds import models_scoring_alike
 from anomaly.training.runs import training_record
 
 # Of all pictures of a page, about 30 MB: 190 images of 500 x 1254 keep their size.
@@ -227,7 +227,7 @@ def training_of(folder: Path, model_id: str) -> dict[str, Any]:
         return record
     # Other thresholds give a model another identifier; the training is still its own.
     with suppress(AnomalyError):
-        if record["model_id"] in thresholds_alone_differ(find_model(folder)):
+        if record["model_id"] in models_scoring_alike(find_model(folder)):
             return record
     return {}
 

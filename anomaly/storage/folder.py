@@ -47,10 +47,11 @@ _T = TypeVar("_T")
 
 
 def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
-    """The tensors in a safetensors file of a model folder, by name; they may be mapped memory.
+    """The tensors in a safetensors file, by name; they may be mapped memory.
 
     Raises:
         OSError: the file can't be read.
+        SafetensorError: its content is damaged.
     """
     # Imports numpy, which commands that only look for a folder do without.
     from safetensors.numpy import load, load_file
@@ -63,18 +64,12 @@ def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def checked(values: Any, kind: type[_T], file: Path) -> _T:
-    """JSON values as an instance of a dataclass.
-
-    Bytes of file names that aren't UTF-8, which pydantic takes for no text, become `?`.
-
-    Args:
-        values: plain values, as read from JSON.
-        kind: the dataclass.
-        file: the file that holds the values, for messages.
+    """Values read from JSON as an instance of the dataclass `kind`; messages name `file`.
 
     Raises:
         ModelError: a value is missing, or of another type.
     """
+    # Bytes of file names that aren't UTF-8 become `?`, as pydantic refuses them.
     text = json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
@@ -85,19 +80,19 @@ def checked(values: Any, kind: type[_T], file: Path) -> _T:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The origin of a model, its files and its network, without reading other files of its folder.
+    """A model's manifest: its origin, files and network; the files aren't looked at.
 
     Raises:
-        ModelError: the manifest is damaged, was changed, or was made by something else.
+        ModelError: the manifest can't be read, was changed, or has another format.
     """
     return read_sealed(folder / MANIFEST)
 
 
 def read_sealed(file: Path) -> dict[str, Any]:
-    """The values in a manifest or export.json, which hold their format's name and their own hash.
+    """The values in a manifest or export.json, without their own hash, which is checked.
 
     Raises:
-        ModelError: it is damaged, was changed, or was written by something else.
+        ModelError: it can't be read, was changed, or has another format.
     """
     try:
         text = file.read_bytes()
@@ -125,19 +120,15 @@ def write_sealed(file: Path, values: dict[str, Any]) -> None:
 
 
 def _sealed(values: dict[str, Any]) -> str:
-    """Values as JSON, with the hash of their own text."""
+    """Values as JSON, and among them the hash of that JSON without it."""
     return as_json(values | {_SEAL: hashlib.sha256(as_json(values).encode()).hexdigest()})
 
 
 def find_model(folder: str | Path, *, exported: bool = True) -> Path:
     """The model folder: the folder itself, or the `model/` of a run.
 
-    Args:
-        folder: a model folder or a run.
-        exported: accept an exported model.
-
     Raises:
-        ModelError: the folder holds no model or several, or an exported one that isn't accepted.
+        ModelError: the folder holds no model or several, or an exported one without `exported`.
     """
     folder = Path(folder)
     if (model := _model_at(folder)) is not None:
@@ -163,13 +154,10 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
 
 
 def find_models(folder: Path) -> dict[str, Path]:
-    """The models in a folder: each subfolder that is one or is a run, else the folder itself.
-
-    Returns:
-        Model folders, by the name of the subfolder.
+    """The model folder of each run that `find_runs` finds, by the run's name.
 
     Raises:
-        ModelError: there is no model, or a subfolder holds parts of one without its manifest.
+        ModelError: as from `find_runs`.
     """
     return {run.absolute().name: find_model(run) for run in find_runs(folder)}
 
@@ -194,7 +182,7 @@ def check_run_folder(folder: Path, source: Path | None = None) -> None:
         source: the model folder that an update or an export starts from.
 
     Raises:
-        OutputError: it is the source, its run, or a folder inside the source; or it holds runs,
+        OutputError: it is the source, inside it or the folder that holds it; or it holds runs,
             which its own model would hide from `find_runs`.
         ModelError: a subfolder holds parts of a model without its manifest.
     """
@@ -212,10 +200,10 @@ def check_run_folder(folder: Path, source: Path | None = None) -> None:
 
 
 def _models_inside(folder: Path) -> list[str]:
-    """The names of the subfolders that are a model folder or a run.
+    """The names of the subfolders that are a model folder or a run, sorted.
 
     Raises:
-        ModelError: a subfolder holds other parts of a model, but no manifest.
+        ModelError: a subfolder holds parts of a model, but no manifest.
     """
     try:
         entries = sorted(entry for entry in folder.iterdir() if entry.is_dir())
@@ -241,7 +229,7 @@ _PARTS = ("train.json", *(f"{at}{name}" for at in ("", "model/") for name in (BA
 
 
 def _model_at(folder: Path) -> Path | None:
-    """The model folder that a folder is, or has as its `model/`; None where it is neither."""
+    """A folder's `model/`, or the folder itself, whichever has a manifest; None without."""
     for candidate in (folder / "model", folder):
         if (candidate / MANIFEST).is_file():
             return candidate
@@ -249,11 +237,7 @@ def _model_at(folder: Path) -> Path | None:
 
 
 def check_files(folder: Path, expected: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare every file of a model folder with its recorded size and hash.
-
-    Args:
-        folder: the model folder.
-        expected: size and sha256 of each file by name, without history, manifest and export.json.
+    """Refuse a model folder whose files differ from `expected`: each one's `file_entry` by name.
 
     Raises:
         ModelError: a file is missing, was changed or doesn't belong.
@@ -276,19 +260,19 @@ def check_files(folder: Path, expected: Mapping[str, Mapping[str, Any]]) -> None
 
 
 def model_id(folder: Path) -> str:
-    """The first 16 digits of the manifest's sha256; the manifest holds the hashes of all files."""
+    """The first 16 hex digits of the manifest's sha256; it holds the hashes of the other files."""
     return sha256_of(folder / MANIFEST)[:16]
 
 
-def claim_model(folder: Path, *, overwrite: bool) -> None:
+def check_model_folder(folder: Path, *, overwrite: bool) -> None:
     """Refuse a folder that a model mustn't be written to; nothing is deleted.
 
     Args:
         folder: the model folder, which needn't exist.
-        overwrite: accept a folder that holds a model, to be replaced.
+        overwrite: accept a folder that is empty or a model.
 
     Raises:
-        OutputError: the folder exists and mustn't be replaced, or holds something else.
+        OutputError: the folder exists and isn't accepted.
     """
     if not folder.exists():
         return
@@ -312,8 +296,8 @@ def file_entry(file: Path) -> dict[str, Any]:
 def appearing(folder: Path) -> Iterator[Path]:
     """A draft folder beside `folder`, which takes its name at the end, or vanishes on an error.
 
-    A folder of that name is replaced; if that is interrupted, the old or the new folder is there,
-    whole. A link stays a link, and the folder that it leads to is replaced.
+    A folder of that name is replaced; if that is interrupted, the old or the new one is there,
+    whole. Of a link, the folder that it leads to is replaced.
 
     Raises:
         OutputError: the folder can't be written.

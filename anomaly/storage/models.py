@@ -1,6 +1,6 @@
 """Models written to model folders and read back; exported models are read, too.
 
-An exported model is the model folder's files but for the network, and beside them:
+An exported model has the model folder's files without the network, and beside them:
 
     network.onnx           or network.xml and network.bin: images -> patch embeddings
     whole.onnx             camera pixels -> verdict; only with --pixels
@@ -44,7 +44,7 @@ from anomaly.storage.folder import (
     STATISTICS,
     appearing,
     check_files,
-    claim_model,
+    check_model_folder,
     file_entry,
     find_model,
     model_id,
@@ -78,15 +78,16 @@ def load_model(
 
     Args:
         folder: the model folder, or the run that holds it as `model/`.
-        device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
-            `cuda`, or a torch device.
-        precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
+        device: device of network and scorer: `auto` (the GPU where there is one), `cpu`, `cuda`,
+            or a torch device. An exported model runs on the CPU.
+        precision: `fp32` or `bf16`; None for the model's own, or fp32 on a device without bf16. A
+            warning names one that isn't the model's own.
 
     Raises:
-        AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and
-            torch isn't installed.
+        AnomalyError: a GPU was asked for and isn't there; or torch, or an exported model's engine,
+            isn't installed.
         ModelError: no model there, made by something else, or a file is missing, changed or
-            doesn't belong; or there is no such precision.
+            doesn't belong; or precision or device can't be used.
     """
     if precision not in (None, "fp32", "bf16"):
         raise ModelError(f"precision {precision!r}: give 'fp32' or 'bf16'")
@@ -162,10 +163,9 @@ def _torch_stages(
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Copies of the tensors in a file, by name."""
+    """Copies of the tensors in a file, by name: overwriting a mapped file crashes its readers."""
     import torch
 
-    # Copies: overwriting a file that is mapped into memory would crash this process.
     return {name: torch.from_numpy(values).clone() for name, values in read_tensors(file).items()}
 
 
@@ -184,7 +184,7 @@ def config_in(folder: Path) -> Config:
 
 def _unreadable(folder: Path, error: Exception) -> ModelError:
     """The error of a model folder that is undamaged, but that this version can't read."""
-    if isinstance(error, ModelError) and AGAIN in str(error):
+    if isinstance(error, ModelError) and AGAIN in str(error):  # it names the remedy already
         return error
     return ModelError(
         f"{folder} can't be read by anomaly {__version__} ({error}); train it again with this "
@@ -193,12 +193,12 @@ def _unreadable(folder: Path, error: Exception) -> ModelError:
 
 
 def _precision(own: str, device: torch.device, wanted: str | None) -> str:
-    """Number format in which a model runs; a warning names one that isn't the model's own.
+    """`fp32` or `bf16`, in which a model runs; a warning names one that isn't the model's own.
 
     Args:
-        own: `fp32` or `bf16`, the precision that the model was trained in.
-        device: device of the network; one without bf16 runs in fp32.
-        wanted: `fp32` or `bf16`, the user's choice; None for the model's own.
+        own: the precision that the model was trained in.
+        device: device of the network; one without bf16 runs in fp32, unless bf16 is wanted.
+        wanted: the user's choice; None for `own`.
     """
     chosen = wanted or ("bf16" if own == "bf16" and has_bf16(device) else "fp32")
     if chosen != own:
@@ -214,11 +214,10 @@ def _precision(own: str, device: torch.device, wanted: str | None) -> str:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The manifest of a model folder and the export.json of an exported model, its files checked.
+    """The manifest of a model folder, and its export.json or None; all files are checked.
 
     Raises:
-        ModelError: a file is missing, damaged, was changed, was written by another version, or
-            doesn't belong.
+        ModelError: a file is missing, was changed, has another format, or doesn't belong.
     """
     manifest, export = read_manifest(folder), None
     files = dict(manifest["files"])
@@ -254,22 +253,14 @@ def exported_stages(
 
 
 def save(model: Model, folder: Path, *, overwrite: bool = False) -> str:
-    """Write a model folder; it appears under its name complete, or not at all.
-
-    Args:
-        model: the model; an exported one can't be saved.
-        folder: the model folder.
-        overwrite: replace an earlier model.
-
-    Returns:
-        The model's id.
+    """Write a model folder, which appears complete or not at all; returns the model's id.
 
     Raises:
-        OutputError: the folder exists already, or holds something else than a model, or can't be
+        OutputError: the folder exists and `overwrite` is False, or it isn't a model, or can't be
             written.
         ModelError: the model is an exported one.
     """
-    claim_model(folder, overwrite=overwrite)
+    check_model_folder(folder, overwrite=overwrite)
     with appearing(folder) as draft:
         _save_tensors(model.extractor.network.state_dict(), draft / BACKBONE)
         _save_tensors(model.scorer.tensors(), draft / SCORER)
@@ -293,7 +284,6 @@ def save(model: Model, folder: Path, *, overwrite: bool = False) -> str:
 
 
 def _save_tensors(tensors: Mapping[str, Any], file: Path) -> None:
-    """Write tensors, or arrays, by name to a safetensors file."""
     import torch
     from safetensors.torch import save_file
 
@@ -343,7 +333,6 @@ def manifest_of(
 
 
 def _version(package: str) -> str | None:
-    """The version of an installed distribution; None where there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -351,7 +340,7 @@ def _version(package: str) -> str | None:
 
 
 def _mask_files(region: Region | None) -> dict[str, bytes]:
-    """Masks of a region that are drawn pixels, as PNG files by name; polygons are settings."""
+    """PNG files, by name, of a region's masks that are drawn; polygons are settings."""
     shapes = {} if region is None else {"region": region.look, "ignore": region.ignore}
     return {
         MASKS[name]: cv2.imencode(".png", shape.pixels.astype(np.uint8) * 255)[1].tobytes()

@@ -29,14 +29,14 @@ _FILES = ("thresholds.json", "calibration.json")
 
 
 def write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
-    """Write thresholds, and the scores of good images behind them, into a model folder."""
-    contents = None if thresholds is None else thresholds.to_json(), _scores(thresholds)
+    """Write thresholds, and the good images' scores behind them; both files hold null for None."""
+    contents = (None if thresholds is None else thresholds.to_json(), _scores(thresholds))
     for name, values in zip(_FILES, contents, strict=True):
         (folder / name).write_text(as_json(values), "utf-8")
 
 
 def _scores(thresholds: Thresholds | None) -> dict[str, Any] | None:
-    """The scores of good images behind thresholds, as plain values."""
+    """The scores of good images behind thresholds, as plain values; optional ones only if set."""
     if thresholds is None:
         return None
     values = asdict(thresholds.good).items()
@@ -110,7 +110,7 @@ def read_history(folder: Path) -> bytes:
         raise ModelError(f"{file} can't be read: {error.strerror}; {AGAIN}") from None
 
 
-def thresholds_alone_differ(folder: Path) -> frozenset[str]:
+def models_scoring_alike(folder: Path) -> frozenset[str]:
     """Ids of a folder's earlier models that score each image as its present one does.
 
     These are the models since the last update, because only an update changes scores.
@@ -122,8 +122,8 @@ def thresholds_alone_differ(folder: Path) -> frozenset[str]:
     return frozenset({str(entry.get("model_before", "")) for entry in entries} - {""})
 
 
-def earlier_versions(folder: Path) -> dict[str, Thresholds]:
-    """Thresholds of the models that `thresholds_alone_differ` names, by id, where they have any.
+def thresholds_by_id(folder: Path) -> dict[str, Thresholds]:
+    """Thresholds of the models that `models_scoring_alike` names, where they had any, by id.
 
     Raises:
         ModelError: the history can't be read, or its thresholds are damaged.
@@ -137,7 +137,7 @@ def earlier_versions(folder: Path) -> dict[str, Thresholds]:
 
 
 def changes_of(model: Model) -> list[Mapping[str, Any]]:
-    """Entries of a model's history, oldest first, and of changes that aren't saved yet."""
+    """Entries of a model's history and of changes not saved yet, oldest first."""
     return [*_entries(model.history), *model.changes]
 
 
@@ -191,14 +191,9 @@ def changes_with(
 
 
 def write_history(folder: Path, model: Model, saved_id: str) -> None:
-    """Write a model's history, if there is any, into its folder.
-
-    Args:
-        folder: the model folder.
-        model: the model, with its changes since loading.
-        saved_id: id of the model with these changes.
-    """
-    # Models between several changes were never written, so they have no id.
+    """Write a model's history, if there is any; its changes since loading made model `saved_id`."""
+    # Models between several changes were never written, so they have no id. Without
+    # changes, one id is left over.
     ids = ["" for _ in model.changes[1:]] + [saved_id]
     lines = [
         json.dumps({**change, "model_after": after}, allow_nan=False).encode() + b"\n"
@@ -223,13 +218,8 @@ def threshold_images(model: Model) -> frozenset[str]:
     return frozenset(hashes)
 
 
-def recorded(model: Model, kind: str) -> set[str]:
-    """sha256 of the images of one kind in a model's history.
-
-    Args:
-        model: the trained model.
-        kind: name in the history's entries, such as `defects`.
-    """
+def history_images(model: Model, kind: str) -> set[str]:
+    """sha256 of the images of one kind, such as `defects`, in a model's history."""
     return _images(changes_of(model), kind)
 
 
@@ -246,8 +236,8 @@ def _images(entries: Sequence[Mapping[str, Any]], kind: str) -> set[str]:
     return hashes
 
 
-def caught_defects(model: Model) -> float | None:
-    """The share of the defects given to `calibrate` that its thresholds catch; None without any."""
+def caught_share(model: Model) -> float | None:
+    """Estimated share of defects that the thresholds catch; None if the last change had none."""
     with suppress(*_MALFORMED):
         return float(changes_of(model)[-1]["defects_found"]["caught"]["expected"])
     return None

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from anomaly.storage.folder import HISTORY
-from anomaly.storage.thresholds import thresholds_alone_differ
+from anomaly.storage.thresholds import models_scoring_alike
 
 
 def write_history(folder: Path, *changes: tuple[str, str]) -> None:
@@ -15,10 +15,10 @@ def write_history(folder: Path, *changes: tuple[str, str]) -> None:
 
 
 def test_models_since_the_last_update_have_the_present_scores(tmp_path: Path) -> None:
-    assert thresholds_alone_differ(tmp_path) == frozenset()
+    assert models_scoring_alike(tmp_path) == frozenset()
     write_history(tmp_path, ("threshold", "a"), ("good", "b"))
     with (tmp_path / HISTORY).open("a") as file:
         file.write("a person's own line\n")
-    assert thresholds_alone_differ(tmp_path) == {"a", "b"}
+    assert models_scoring_alike(tmp_path) == {"a", "b"}
     write_history(tmp_path, ("threshold", "a"), ("updated", "b"), ("threshold", "c"), ("good", "d"))
-    assert thresholds_alone_differ(tmp_path) == {"c", "d"}
+    assert models_scoring_alike(tmp_path) == {"c", "d"}
