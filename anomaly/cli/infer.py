@@ -127,7 +127,7 @@ def _score_list(
         run: the run that scores the images.
     """
     total = len(inputs.paths)
-    with resumable(lambda: f"{len(journal.done)} of {total} images are"):
+    with resumable(lambda: f"{len(journal.done)} of {total} images"):
         with journal, ProgressLine() as progress:
             # Pictures lie in folders like the inputs', unless a list takes them from anywhere.
             mirrored = [] if any(map(is_list, options.input)) else options.input
@@ -248,7 +248,7 @@ def _watch(options: argparse.Namespace, journal: WatchJournal, run: Run, tally: 
         OutputError: a result can't be written; earlier ones are kept.
     """
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
-    with resumable(lambda: f"{tally.counts['ok']} images are"), journal:
+    with resumable(lambda: f"{tally.counts['ok']} images"), journal:
         watch(run, journal, options.input)
     with (options.output / LINES).open(encoding="utf-8") as lines:  # earlier runs' rows, too
         page = _page(options, run, (Row(**from_json(line)) for line in lines))

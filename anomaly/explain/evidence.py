@@ -86,8 +86,8 @@ def _compared(
     Args:
         item: the image, in its part's coordinates.
         scores: patch scores (h, w).
-        patches: number of the marked region by the patch's (row, column), from `worst_patches`.
-        good_images: the training images.
+        patches: from `worst_patches`.
+        good_images: source of the good patches.
     """
     photograph = display(item.decoded)
     facts: list[dict[str, Any]] = []
@@ -109,13 +109,7 @@ def _compared(
 
 
 def _pictures(model: Model, prediction: Prediction, worst: NetworkInput) -> dict[str, RgbImage]:
-    """Pictures of the feature maps and of the score's gradient, by name, for `Explanation`.
-
-    Args:
-        model: the trained model.
-        prediction: prediction for the image.
-        worst: the image, or its worst tile.
-    """
+    """Pictures of the feature maps and the score's gradient, by name; `worst` is image or tile."""
     extractor, network_picture = model.extractor, saliency.levels(worst.pixels)
     maps = saliency.feature_map_pictures(
         extractor.network,
@@ -196,8 +190,8 @@ def worst_patches(
         view: geometry of the network's input.
 
     Returns:
-        By the patch's (row, column) the number of its region, from 1; without regions, the highest
-        patch and None.
+        Number of the region, from 1, or None, by the patch's (row, column). Of regions with one
+        nearest patch only the worst is named.
     """
     # Middles of the patches, in the coordinates of the peaks.
     rows, columns = (
@@ -207,12 +201,13 @@ def worst_patches(
     worst: dict[tuple[int, int], int | None] = {}
     for number, (x, y) in enumerate(peaks[:_FLAWS], 1):
         distance = (rows[:, None] - y) ** 2 + (columns - x) ** 2
+        # The nearest patch that counts.
         worst.setdefault(_highest(np.where(np.isnan(scores), np.nan, -distance)), number)
     return worst or {_highest(scores): None}
 
 
 def _highest(values: NDArray[Any]) -> tuple[int, int]:
-    """(row, column) of the highest of values (h, w); NaN doesn't count."""
+    """(row, column) of the highest of the values (h, w); NaN doesn't count."""
     row, column = divmod(int(np.nanargmax(values)), values.shape[1])
     return row, column
 
@@ -317,18 +312,15 @@ class GoodImages:
     def nearest(
         self, item: NetworkInput, patches: Sequence[tuple[int, int]], count: int = 5
     ) -> list[list[GoodPatch]]:
-        """Good patches to compare an image's patches with.
+        """Good patches to compare an image's patches with, a list for each patch.
 
         A memory bank gives those nearest to a patch, nearest first. A method without a bank gives
         the same place on images that are spread evenly over the training set.
 
         Args:
             item: the image.
-            patches: (row, column) of each of the image's patches.
-            count: number of good patches to each patch.
-
-        Returns:
-            For each patch its good patches.
+            patches: (row, column) of the image's patches.
+            count: most good patches in a list.
         """
         with torch.inference_mode():
             embeddings = torch.stack([self._embedding(item, patch) for patch in patches])
@@ -373,17 +365,14 @@ class GoodImages:
         return upright(turn, (row, column), self._grid(item), (len(rows), len(columns)))
 
     def _same_place(self, item: NetworkInput, patch: tuple[int, int], name: str) -> tuple[int, int]:
-        """(row, column) of the same place in a training image, whose patch grid may differ.
+        """(row, column) of an image's patch in the grid, which may differ, of a training image.
 
-        Args:
-            item: the image.
-            patch: (row, column) of the image's patch.
-            name: name of the training image.
+        It is `patch` itself if the training image is missing.
         """
         good = self._image(name)
         if good is None:
             return patch
-        # The patch of the other grid in which the middle of this one lies, in whole numbers.
+        # The patch of the training image in which this one's middle lies, in whole numbers.
         row, column = (
             (2 * place + 1) * target // (2 * count)
             for place, count, target in zip(patch, self._grid(item), self._grid(good), strict=True)
@@ -391,7 +380,7 @@ class GoodImages:
         return row, column
 
     def missing(self) -> list[str]:
-        """Names of training images that couldn't be shown."""
+        """Names of the training images that were to be shown and weren't found."""
         return [name for name, item in self._loaded.items() if item is None]
 
     def _image(self, name: str) -> NetworkInput | None:

@@ -125,7 +125,7 @@ def verdict_lines(prediction: Prediction) -> list[str]:
 
 
 def _distinct(*values: float) -> list[str]:
-    """Numbers as text with four digits, or more where different numbers would look equal."""
+    """Numbers with four significant digits, or more where different numbers would look equal."""
     for digits in range(4, 18):
         texts = [f"{value:.{digits}g}" for value in values]
         if len(set(texts)) == len(set(values)):
@@ -134,7 +134,7 @@ def _distinct(*values: float) -> list[str]:
 
 
 def _rarity(score: float, limits: Thresholds) -> str:
-    """A sentence with the number of the thresholds' good images that score as high."""
+    """A sentence with the number of the thresholds' good images that score at least as high."""
     count = sum(good >= score for good in limits.good.image)
     scores = "score" if count > 1 else "scores"
     return f"{count or 'None'} of {limits.images} good images {scores} as high."
@@ -194,7 +194,7 @@ def _regions(regions: list[RegionRow]) -> str:
 
 
 def _sizes(region: RegionRow) -> list[str]:
-    """Cells with a region's size, uncertainty and area, in pixels and known millimetres."""
+    """Cells with a region's size, uncertainty and area, in pixels, and in mm if these are known."""
     pixels = [
         f"{region.width} × {region.height} px",
         f"± {region.width_uncertainty:.3g} × {region.height_uncertainty:.3g} px",
@@ -235,7 +235,7 @@ def _crop(picture: RgbImage, caption: str) -> str:
 
 
 def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
-    """Next steps for the reader of the page: a sentence, and its command or an empty text."""
+    """Next steps for the reader of the page: sentence and command, which may be empty."""
     prediction, folder = explanation.prediction, explanation.model["folder"] or "RUN"
     image = str(prediction.path or "IMAGE")
     if prediction.thresholds is None:
@@ -272,28 +272,23 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
 
 
 def _catching_threshold(score: float, limits: Thresholds, folder: str) -> tuple[str, str]:
-    """The step that lowers the review threshold until it catches an image.
-
-    Args:
-        score: the image's score.
-        limits: the model's thresholds.
-        folder: the model's folder.
+    """The next step that lowers the review threshold until it catches an image.
 
     Returns:
-        A sentence with the threshold and the share of good images above it; the command, or an
-        empty text where the share is too high.
+        A sentence with the threshold and the share of good images above it; the command, empty
+        where the share is above 20 %.
     """
-    # Five digits, rounded down, so that the score stays above the threshold as it is printed.
+    # Five digits, below the score, so that this exceeds the threshold as it is printed.
     step = 10.0 ** (math.floor(math.log10(max(score, 1e-30))) - 4)
     threshold = float(f"{(math.ceil(score / step) - 1) * step:.5g}")
-    price = rate_above(limits.good.image, threshold, limits.good.groups)
+    above = rate_above(limits.good.image, threshold, limits.good.groups)
     text = (
         f"Is it defective? A review threshold of {threshold:.5g} would catch it; of "
-        f"{price.images} good images, {price.count} ({percent(price.expected)}, {price.interval} "
+        f"{above.images} good images, {above.count} ({percent(above.expected)}, {above.interval} "
         "with 95 % confidence) score higher"
     )
     # So many good parts would go to review that no command is proposed.
-    if price.expected > _AFFORDABLE:
+    if above.expected > _AFFORDABLE:
         return f"{text}, which is too many.", ""
     limit, review = f"{limits.image:.5g}", f"{threshold:.5g}"
     both = ("--threshold", limit, "--review-threshold", review)
@@ -307,7 +302,7 @@ def _step(step: tuple[str, str]) -> str:
 
 
 def _model(explanation: Explanation) -> str:
-    """HTML line with the model's name, id, folder, thresholds and the program's version."""
+    """HTML line with the model's name, id and folder, the thresholds' origin, and the version."""
     model, limits = explanation.model, explanation.prediction.thresholds
     basis = "" if limits is None else limits.lines()[0]
     parts = [f"Model {model['name']}", model["model id"], model["folder"], basis]
@@ -316,11 +311,11 @@ def _model(explanation: Explanation) -> str:
 
 
 def claim_folder(folder: Path, *, overwrite: bool) -> list[str]:
-    """Make a folder for an explanation, and refuse one that can't take it.
+    """Make a folder for an explanation if it is missing; refuse one that can't take it.
 
     Args:
-        folder: made if need be.
-        overwrite: True accepts a folder with an earlier explanation.
+        folder: the folder to write into.
+        overwrite: True accepts an earlier explanation there.
 
     Returns:
         Names of the files that the new explanation writes, or an earlier one has.

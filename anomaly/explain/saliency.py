@@ -71,10 +71,10 @@ def map_of(output: Tensor, size: Sequence[int], layer: str) -> Tensor:
 
 
 def check_eval(model: nn.Module) -> None:
-    """Refuse a network in train mode, in which each pass would change its batch norms.
+    """Refuse a network with a batch norm or dropout in train mode.
 
     Raises:
-        AnomalyError: the network is in train mode.
+        AnomalyError: the network has one.
     """
     changing = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
     if any(module.training and isinstance(module, changing) for module in model.modules()):
@@ -192,7 +192,7 @@ def pca_rgb(values: NDArray[Any]) -> RgbImage:
 
 
 def _stretched(values: NDArray[Any]) -> NDArray[Any]:
-    """Values scaled so that the lowest is 0 and the highest 1."""
+    """Values scaled so that the lowest is 0 and the highest 1; all 0 if they are equal."""
     low, high = float(values.min()), float(values.max())
     return (values - low) / max(high - low, 1e-30)
 
@@ -208,11 +208,10 @@ def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
     Args:
         score: takes the image as a batch (1, 3, H, W) and returns one number; all of its operations
             are differentiable.
-        image: (3, H, W), normalised as the network wants it.
+        image: (3, H, W), as `score` takes it.
 
     Returns:
-        (3, H, W), in score units per unit of the normalised image. Gradients of parameters are
-        left alone.
+        (3, H, W), in score units per unit of the image. Gradients of parameters are left alone.
 
     Raises:
         AnomalyError: the score isn't one number or can't be differentiated, or the image isn't
@@ -299,11 +298,7 @@ def grad_cam(
 
 
 def _class_score(output: object, target_class: int | None) -> Tensor:
-    """The score of a class in a classifier's output (1, classes); None takes the highest.
-
-    Raises:
-        AnomalyError: the output has another shape, or there is no such class.
-    """
+    """The score of a class in a classifier's output (1, classes); None takes the highest."""
     if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 1:
         shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise AnomalyError(f"Grad-CAM needs a classifier that puts out (1, classes), not {shape}")
@@ -354,11 +349,7 @@ def resized(
 ) -> RgbImage:
     """A picture (H, W, 3) resized to (height, width, 3).
 
-    Args:
-        picture: the picture.
-        height: new height in pixels.
-        width: new width in pixels.
-        enlarging: OpenCV's interpolation where the picture grows; it shrinks by area.
+    It shrinks by area; where it has to grow, `enlarging` is OpenCV's interpolation.
     """
     larger = height * width >= picture.shape[0] * picture.shape[1]
     interpolation = enlarging if larger else cv2.INTER_AREA
@@ -366,7 +357,7 @@ def resized(
 
 
 def fitted(picture: RgbImage) -> RgbImage:
-    """A picture (H0, W0, 3) resized to a longer side of 420 pixels."""
+    """A picture (H0, W0, 3) resized so that its longer side has 420 pixels."""
     height, width = picture.shape[:2]
     scale = 420 / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))
@@ -503,5 +494,5 @@ class GradientMonitor:
         self._current[index] = self._current[index].to(gradient.device) + sums
 
     def _zeros(self) -> list[Tensor]:
-        """For each layer a sum of squares and a count of non-finite values, both 0."""
+        """For each layer zeros (2,): a sum of squares and a count of non-finite values."""
         return [torch.zeros(2, dtype=torch.float64) for _ in self._parameters]

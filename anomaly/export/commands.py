@@ -54,7 +54,7 @@ VERDICTS = ("good", "review", "reject")  # by the code that a graph from pixels 
 Answer: TypeAlias = tuple[float | None, str, bool]  # score, verdict, True with a reason for review
 # Image, answers of the export and of the model, and the largest difference of their scores as a
 # share of the model's score.
-Pair: TypeAlias = tuple[Path, Answer, Answer, float]
+Comparison: TypeAlias = tuple[Path, Answer, Answer, float]
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -62,13 +62,13 @@ def run_export(options: argparse.Namespace) -> int:
     folder = _source_folder(options)  # before torch is imported
     with locked(options.output), ProgressLine() as progress:
         exported = _write_export(options, folder, progress)
-    equal, place = exported["equality"], options.output / "model"
+    equality = exported["equality"]
     engine = f"{ENGINES[exported['engine']][0]} {exported['engine_version']}"
-    print(f"exported model {exported['model_id']} for {engine}: {place}")
+    print(f"exported model {exported['model_id']} for {engine}: {options.output / 'model'}")
     print(
-        f"compared with {equal['compared_with']}, on "
-        f"{counted(len(equal['images']), 'golden image')}: same verdicts; scores differ by "
-        f"{equal['largest_difference']:.1g} of their value at most"
+        f"compared with {equality['compared_with']}, on "
+        f"{counted(len(equality['images']), 'golden image')}: same verdicts; scores differ by "
+        f"{equality['largest_difference']:.1g} of their value at most"
     )
     model = shlex.quote(str(options.output))
     print(f"Use it: anomaly infer --model {model} --input FOLDER --output FOLDER")
@@ -81,7 +81,7 @@ def _source_folder(options: argparse.Namespace) -> Path:
     Raises:
         ModelError: there is no model, it is an exported one, or the engine or ONNX isn't installed.
         DataError: the folder of golden images has none.
-        OutputError: the output exists already, or would overwrite the model itself.
+        OutputError: the output holds an export already, or a trained model, or can't be written to.
     """
     folder, target = find_model(options.model, exported=False), options.output / "model"
     check_run_folder(options.output, folder)
@@ -107,11 +107,6 @@ def _write_export(
 ) -> dict[str, Any]:
     """Write a model for another engine; it stays only if it is equal on golden images.
 
-    Args:
-        options: options of the command.
-        folder: the model folder.
-        progress: called with (stage, done, total).
-
     Returns:
         The content of export.json.
 
@@ -119,7 +114,7 @@ def _write_export(
         ModelError: the model can't be exported, or the export isn't equal; the output folder is
             unchanged then.
         DataError: there are no images to compare on.
-        OutputError: the disk is full.
+        OutputError: the output can't be written.
     """
     # It imports torch; `_source_folder` refuses wrong options before.
     from anomaly.export.graph import OPSET, check_pixels, write_graph
@@ -154,13 +149,14 @@ def _write_export(
         stages = exported_stages(draft, model.manifest, values, model.config)
         exported = replace(model, **stages)
         values["engine_version"] = stages["extractor"].graph.version
-        values["equality"] = equality(
-            network_pairs(model, reference, exported, paths, partial(progress, "comparing")),
+        values["equality"] = proven_equal(
+            network_comparisons(model, reference, exported, paths, partial(progress, "comparing")),
             "" if reference is model else "; train with --set precision=fp32",
         )
         if camera:
             graph = Graph(draft / values["whole"]["file"], engine, program_threads())
-            values["whole_equality"] = equality(pixel_pairs(reference, graph, paths, camera))
+            comparisons = pixel_comparisons(reference, graph, paths, camera)
+            values["whole_equality"] = proven_equal(comparisons)
         write_sealed(draft / EXPORT, values)
     if record := training_record(options.model):  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
@@ -194,22 +190,22 @@ def golden_images(model: Model, given: Path | None) -> list[Path]:
     return sorted(present)
 
 
-def equality(pairs: Iterable[Pair], hint: str = "") -> dict[str, Any]:
-    """The proof that an export and its model give the same verdicts and scores.
+def proven_equal(comparisons: Iterable[Comparison], hint: str = "") -> dict[str, Any]:
+    """Prove that an export gives its model's verdicts, and its scores but for 0.01 %.
 
     Args:
-        pairs: scores and verdicts of both on golden images.
-        hint: remedy where they differ, at the end of the message.
+        comparisons: scores and verdicts of both on golden images.
+        hint: remedy for a difference, at the end of the message.
 
     Returns:
         The compared images and their largest difference, as in export.json.
 
     Raises:
         ModelError: an image differs; the message names it and the difference.
-        DataError: there are no pairs.
+        DataError: there are no comparisons.
     """
     shares: dict[Path, float] = {}
-    for path, exported, expected, share in pairs:
+    for path, exported, expected, share in comparisons:
         # A NaN is too large a difference, too.
         if not share <= _TOLERANCE or exported[1:] != expected[1:]:
             raise ModelError(
@@ -233,13 +229,13 @@ def equality(pairs: Iterable[Pair], hint: str = "") -> dict[str, Any]:
     }
 
 
-def network_pairs(
+def network_comparisons(
     model: Model,
     reference: Model,
     exported: Model,
     paths: Sequence[Path],
     progress: Callable[[int, int], None],
-) -> Iterator[Pair]:
+) -> Iterator[Comparison]:
     """Scores and verdicts of an exported model and of its source, image by image.
 
     Args:
@@ -270,9 +266,9 @@ def network_pairs(
         )
 
 
-def pixel_pairs(
+def pixel_comparisons(
     reference: Model, graph: Graph, paths: Sequence[Path], camera: tuple[int, int]
-) -> Iterator[Pair]:
+) -> Iterator[Comparison]:
     """Scores and verdicts of a graph from pixels and of its model, image by image.
 
     Args:
@@ -299,7 +295,7 @@ def pixel_pairs(
 
 
 def _difference(values: ArrayLike, expected: ArrayLike, reference: Model) -> float:
-    """The largest difference of scores, as a share of the highest, or of the review threshold."""
+    """The largest difference as a share of the highest score, or of a higher review threshold."""
     differences = np.abs(np.subtract(values, expected))
     # A training image may score 0, or close to it: the threshold keeps shares of it small.
     least = 0.0 if reference.thresholds is None else reference.thresholds.review
@@ -313,7 +309,7 @@ def _shown(answer: Answer) -> str:
 
 
 def run_features(options: argparse.Namespace) -> int:
-    """Save features of images; the exit status is 3 where some couldn't be used."""
+    """Save features of images; the exit status is 0, or 3 where some couldn't be used."""
     if "" in (options.layers or ()):
         raise AnomalyError("--layers has an empty name; name layers, such as layer3")
     if options.model is None:
@@ -334,7 +330,7 @@ def run_features(options: argparse.Namespace) -> int:
 
 def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
     """Save features of images, print their number, and return the exit status."""
-    # Imports torch, which takes seconds: options are checked before.
+    # Imports torch, which takes seconds: options were checked before.
     from anomaly.export.features import from_backbone, from_model, save_features
 
     device = device_of("auto")

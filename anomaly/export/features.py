@@ -84,7 +84,7 @@ def from_backbone(
         name: the network's name.
         weights: `imagenet`, `random`, or a file.
         device: where to compute.
-        layers: names or patterns of layers; by default those of the first three stages.
+        layers: names or patterns of layers; by default the ends of the first three stages.
 
     Raises:
         AnomalyError: there is no such network, layer or weights file.
@@ -125,7 +125,7 @@ def save_features(
         source: the network.
         paths: image files.
         file: the .npz file; replaced if it is there.
-        pool: `mean` over the positions of a map, or `none` to keep the whole map.
+        pool: `mean` over a map's positions, or `none` to keep the whole map.
         progress: called with (stage, done, total).
 
     Returns:
@@ -161,12 +161,8 @@ def save_features(
 def _check_maps(by_layer: Sequence[Sequence[Array]], images: int) -> None:
     """Refuse features that don't fit one array for each layer; called after each batch.
 
-    Args:
-        by_layer: features of the images so far, for each layer.
-        images: number of images in all.
-
     Raises:
-        DataError: shapes of an array's rows differ, or all arrays together are too large.
+        DataError: shapes of an array's rows differ, or the arrays of all `images` are too large.
     """
     if any(maps[0].shape != maps[-1].shape for maps in by_layer):
         raise DataError(

@@ -43,18 +43,15 @@ def resampled_by_products(traced: torch.export.ExportedProgram) -> torch.export.
     Transformers resample the positions of patches in that way. OpenVINO 2026.4 leaves out the
     antialiasing, which changes scores by a third for small grids.
     """
-    if all(node.target is not _RESAMPLE for node in traced.graph.nodes):
-        return traced
-    without: torch.export.ExportedProgram = traced.run_decompositions(
-        {_RESAMPLE: bicubic_antialiased}
-    )
-    return without
+    if any(node.target is _RESAMPLE for node in traced.graph.nodes):
+        traced = traced.run_decompositions({_RESAMPLE: bicubic_antialiased})
+    return traced
 
 
 def bicubic_antialiased(
     maps: Tensor, size: list[int], align_corners: bool, scale_factors: Any = None
 ) -> Tensor:
-    """`torch.nn.functional.interpolate(mode="bicubic", antialias=True)`.
+    """`torch.nn.functional.interpolate(mode="bicubic", antialias=True)`, by matrix products.
 
     Args:
         maps: (B, C, H, W).
@@ -72,7 +69,10 @@ def bicubic_antialiased(
 
 
 def _weights(target: int, source: int, like: Tensor) -> Tensor:
-    """Weights (target, source) of source positions at target positions: Keys's cubic, a = -0.5."""
+    """Weights (target, source) of source positions at target positions: Keys's cubic, a = -0.5.
+
+    Where sides shrink, the cubic is widened by their ratio, which is the antialiasing.
+    """
     targets = torch.arange(target, device=like.device, dtype=like.dtype) + 0.5
     sources = torch.arange(source, device=like.device, dtype=like.dtype) + 0.5
     scale = source / torch.ones_like(targets).sum()  # their number may be unknown while tracing
@@ -84,7 +84,7 @@ def _weights(target: int, source: int, like: Tensor) -> Tensor:
 
 
 OPSET = 18
-_LARGEST = 1 << 16  # of batch, height and width in multiples; no limit in fact
+_LARGEST = 1 << 16  # of the batch, and of height and width in multiples: more than any image has
 
 # Meaning and lengths of the axes by name: first of the input, then of the outputs.
 _Described: TypeAlias = dict[str, tuple[str, list[int | str]]]
@@ -95,7 +95,7 @@ class _Network(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.network = _padded_alike(_to_the_end(model), _example(model)[0])
+        self.network = _padded_alike(_whole_network(model), _example(model)[0])
         self._model = model
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
@@ -124,11 +124,11 @@ class _Network(nn.Module):
         return {"images": (meaning, images), "embeddings": ("patch embeddings", embeddings)}
 
 
-def _to_the_end(model: Model) -> nn.Module:
-    """The whole network of a model, folded.
+def _whole_network(model: Model) -> nn.Module:
+    """A model's network with all of its layers, batch norms folded into convolutions.
 
-    The model's own has pass-through layers after the last hooked one, where only an early stop
-    spares it wrong shapes. Here these layers run, with zeros as weights.
+    The model's own network stops at the last hooked layer, and its later layers pass values on. A
+    graph can't stop, so here these layers run, with zeros as weights.
 
     Raises:
         ModelError: the network can't run to its end.
@@ -156,14 +156,10 @@ def _to_the_end(model: Model) -> nn.Module:
 
 
 def _padded_alike(network: nn.Module, images: Tensor) -> nn.Module:
-    """A network whose convolutions pad images of any size as they pad these; in place.
+    """The network, changed so that its convolutions pad images of any size as they pad `images`.
 
     timm's networks from TensorFlow compute the padding from their input's size, which takes a trace
     minutes. Sides of images are multiples of the coarsest stride, so one padding fits all sizes.
-
-    Args:
-        network: the whole network, in eval mode.
-        images: (B, 3, H, W).
     """
     paths = [n for n, m in network.named_modules() if type(m).__name__ == "Conv2dSame"]
     if not paths:
@@ -196,7 +192,7 @@ def write_graph(
 
     Args:
         model: on the CPU, in fp32.
-        folder: the place for the graph's files.
+        folder: gets the graph's files.
         engine: a key of `anomaly.backbones.engine.ENGINES`, which decides the file format.
         camera: (H0, W0) of the raw RGB images that the graph takes and judges; None for a graph
             from network inputs to patch embeddings.
@@ -218,7 +214,7 @@ def write_graph(
         module(example)  # fills caches, so that the trace holds their values as constants
     described, suffix, file = module.described(), ENGINES[engine][2], folder / f"{stem}.onnx"
     _trace(module, example, free, list(described), file)
-    inputs, outputs = _tidied(file, described)
+    inputs, outputs = _tidy(file, described)
     if suffix != ".onnx":
         openvino = import_engine(engine, "this export is for")
         network = openvino.Core().read_model(file)
@@ -232,7 +228,10 @@ def write_graph(
 
 
 def _example(model: Model) -> tuple[Tensor, dict[int, Any]]:
-    """Images (2, 3, H, W) to trace with, and the free axes of the graph's input."""
+    """Random images (2, 3, H, W) to trace with, and the free axes of the graph's input.
+
+    Two images, since a trace takes an axis of length 1 as fixed.
+    """
     sizing = model.loading.sizing
     batch = torch.export.Dim("batch", min=1, max=_LARGEST)
     if sizing.only is not None:
@@ -250,10 +249,10 @@ def _trace(
     """Write a module as an ONNX file, without the libraries' messages about operators.
 
     Args:
-        module: one input, a tuple of outputs.
+        module: takes one input and returns a tuple of outputs.
         example: an input.
         free: axes of the input that may have another length.
-        names: the input, then the outputs.
+        names: names of the input and of the outputs.
         file: the ONNX file.
 
     Raises:
@@ -287,12 +286,8 @@ def _trace(
     program.save(file)
 
 
-def _tidied(file: Path, meanings: _Described) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Remove this machine's paths and source lines from a graph, and name its axes.
-
-    Args:
-        file: the ONNX file, which is written again.
-        meanings: meaning and axes of the input and the outputs, by name.
+def _tidy(file: Path, meanings: _Described) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Remove this machine's paths and source lines from an ONNX file, and name the graph's axes.
 
     Returns:
         Inputs and outputs of the graph, as in export.json.
@@ -323,7 +318,7 @@ def check_pixels(model: Model) -> None:
     """Refuse a model whose verdict a graph from pixels can't compute.
 
     Raises:
-        ModelError: the model is such a one; the message gives the reason.
+        ModelError: with the reason.
     """
     config = model.config
     if config.image.tile is not None:
@@ -374,9 +369,10 @@ class PixelsToVerdict(nn.Module):
         self._review_reasons = _ReviewReasons(model, self._inside, grid, view.size)
 
     def _top_count(self) -> int:
-        """Number of values in the highest 1 %, whose mean is the image score."""
+        """Number of values in the highest 1 %, at least 1, for image scores that are their mean."""
         of_map = self._model.config.image_score_in_force.startswith("map_")
         size = self._view.size if of_map else self._grid
+        # A map of zeros, which is NaN where nothing counts.
         values = network_map(torch.zeros(1, *self._grid), size, 0.0, self._inside)
         return max(1, round(int((~values.isnan()).sum()) / 100))
 
@@ -425,10 +421,11 @@ class PixelsToVerdict(nn.Module):
         return verdict, values, reason, self._anomaly_map(shown.scores), shown.scores
 
     def _anomaly_map(self, scores: Tensor) -> Tensor:
-        """Anomaly maps (B, H0, W0), as in `anomaly.maps.anomaly_map`."""
+        """Anomaly maps (B, H0, W0) of patch scores (B, h, w), as in `anomaly.maps.anomaly_map`."""
         rows, columns = self._map_axes
         if self._inside is not None:
             scores = torch.where(self._inside, scores, 0.0)
+        # Lowers patches beside a higher one, as `without_halo` does.
         highest = F.max_pool2d(scores[:, None], 3, stride=1, padding=1)[:, 0]
         share = scores / highest.clamp(min=float(np.finfo(np.float32).tiny))
         damped = scores * share**self._model.config.model.halo_damping
@@ -447,9 +444,9 @@ class _ReviewReasons(nn.Module):
     The checks are those of `anomaly.scoring.image_statistics`.
 
     Args:
-        model: the model.
+        model: the trained model.
         inside: (1, h, w) bool, the patches that count; None for all.
-        grid: (h, w).
+        grid: (h, w) of the patches.
         size: (H, W) of the network inputs.
     """
 
@@ -465,11 +462,11 @@ class _ReviewReasons(nn.Module):
         patches = self._patches.numpy().astype(np.uint8)
         shown = cv2.resize(patches, size[::-1], interpolation=cv2.INTER_NEAREST)
         self._pixels = torch.from_numpy(shown > 0)
-        # Plain numbers, which a trace treats as constants.
+        # Numbers of patches and pixels that count: plain, so a trace treats them as constants.
         self._counts = int(patches.sum()), int(shown.sum())
 
     def forward(self, images: Tensor, embeddings: Tensor) -> Tensor:
-        """Code of the first reason that applies to each image."""
+        """Code (B,) of the first reason that applies to each image, as in `described`; else 0."""
         light = images.mean(1)
         padded = F.pad(light[:, None], (1, 1, 1, 1), mode="reflect")[:, 0]
         neighbours = padded[:, :-2, 1:-1] + padded[:, 2:, 1:-1]
@@ -488,7 +485,7 @@ class _ReviewReasons(nn.Module):
             if not self._turned:
                 tests.append(self._is_foreign(embeddings, self._learned))
         reason = torch.zeros_like(mean, dtype=torch.int64)
-        # The first reason wins, so it is written last.
+        # The first reason wins, so it is filled in last.
         for code, test in reversed([*enumerate(tests, 1)]):
             reason = torch.where(test, code, reason)
         return reason
@@ -498,7 +495,7 @@ class _ReviewReasons(nn.Module):
         return (values * self._pixels).sum((1, 2)) / self._counts[1]
 
     def _is_foreign(self, embeddings: Tensor, learned: TrainingStatistics) -> Tensor:
-        """Tests (B,) of whether images show another product than the training images."""
+        """(B,) bool: True for images that show another product than the training images."""
         mean = (embeddings * self._patches[..., None]).sum((1, 2)) / self._counts[0]
         difference = mean - _tensor(learned.mean)
         standardised = difference / _tensor(learned.deviations(learned.variance))

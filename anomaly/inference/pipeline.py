@@ -86,8 +86,8 @@ class Pipeline:
     Attributes:
         model: the model that scores the images.
         decoders: decoding processes that the images come from.
-        draw: prediction -> file of its image, kinds of pictures to draw, and their path in the
-            folders of pictures.
+        draw: prediction -> the image's file or bytes, the kinds of pictures to draw, and their path
+            in the folders of pictures.
         predict: function that scores batches; None for the model, in this process.
     """
 
@@ -106,10 +106,10 @@ class Pipeline:
             batch_size: images in a batch; by default the model's.
 
         Yields:
-            The images of each batch; an unusable image, by itself.
+            The images of a batch, or a single unusable image, in the order of the batches.
         """
         batches = by_shape(self.model.fitting(loaded), batch_size or self.model.batch_size)
-        # Number of images of each batch that was handed to the model and isn't complete.
+        # Number of images in each batch that the model has taken and that isn't complete yet.
         lengths: deque[int] = deque()
 
         def counted() -> Iterator[list[NetworkInput] | UnusableImage]:
@@ -126,7 +126,7 @@ class Pipeline:
                 drawn = []
 
     def _drawn(self, result: Prediction | UnusableImage) -> Future[Pictures | UnusableImage]:
-        """Have the image's decoding process draw its pictures."""
+        """Have the image's decoding process draw its pictures; an unusable image gets none."""
         if isinstance(result, Prediction):
             source, kinds, name = self.draw(result)
             return self.decoders.finish(
@@ -170,19 +170,19 @@ class Journal:
 
     Args:
         file: the journal; created if missing.
-        about: facts that the results depend on; a journal of another run can't be continued.
+        about: facts that the results depend on; a journal with other facts can't be continued.
 
     Attributes:
         done: finished images by index.
 
     Raises:
-        OutputError: the file is of another run, or isn't a journal.
+        OutputError: the file is of another run, isn't a journal, or can't be read or written.
     """
 
     def __init__(self, file: Path, about: Mapping[str, object]) -> None:
         self.file = file
         self.done: dict[int, Finished] = {}
-        # Compared with what a file says, where tuples have become lists.
+        # As it is read back from a file, where tuples have become lists.
         self.about: dict[str, object] = json.loads(json.dumps(about))
         self._end = 0
         if file.exists():
@@ -209,7 +209,7 @@ class Journal:
         """Write one more line; it is in the file when this returns.
 
         Raises:
-            OutputError: the disk is full.
+            OutputError: it can't be written.
         """
         # ASCII escapes, so that file names that aren't UTF-8 survive.
         text = json.dumps(line, ensure_ascii=True, allow_nan=False)
@@ -219,12 +219,12 @@ class Journal:
         """Write the images of a batch; they are saved when this returns.
 
         Raises:
-            OutputError: the disk is full.
+            OutputError: they can't be written.
         """
         raise NotImplementedError
 
     def restore(self, line: dict[str, Any]) -> None:
-        """Restore finished images from a line of an earlier run."""
+        """Restore finished images from a line of an earlier run; here nothing."""
 
     def _read(self, lines: Iterator[bytes]) -> None:
         """Restore finished images from the whole lines of an earlier run's journal.
@@ -233,7 +233,7 @@ class Journal:
             OutputError: the journal is of another run.
         """
         for text in lines:
-            if not text.endswith(b"\n"):
+            if not text.endswith(b"\n"):  # the last line, cut short
                 return
             line = from_json(text)
             if self._end:
@@ -246,7 +246,7 @@ class Journal:
 class RunJournal(Journal):
     """The journal of a run over a list of files: a line for each batch.
 
-    The tables are written from it at the end of the `with` block, after an error, too.
+    The tables are written from it at the end of the `with` block, even after an error.
 
     Args:
         outputs: output folder, and the kinds of files written there.
@@ -294,11 +294,8 @@ class RunJournal(Journal):
     def finish(self, exit_code: int) -> None:
         """Write the file that marks the run as complete, and delete the journal.
 
-        Args:
-            exit_code: the run's exit code.
-
         Raises:
-            OutputError: the disk is full.
+            OutputError: the file can't be written.
         """
         about = {"about": self.about, "exit_code": exit_code}
         write(self.file.with_name(DONE), as_json(about))
@@ -329,17 +326,13 @@ class RunJournal(Journal):
 
 
 def _check_same(output: Path, earlier: Mapping[str, object], about: Mapping[str, object]) -> None:
-    """Refuse to resume another run than the one in an output folder.
-
-    Args:
-        output: the folder, for the message.
-        earlier: facts that the rows of the run in the folder depend on.
-        about: facts that the rows of this run depend on.
+    """Refuse to resume a run that depends on other facts than the earlier run in the folder.
 
     Raises:
-        OutputError: the folder holds another run.
+        OutputError: the facts differ; the message names those that do.
     """
     if earlier != about:
+        # An earlier run with further facts is another version's, so none of these may differ.
         differing = ", ".join(key for key in about if earlier.get(key) != about[key])
         raise OutputError(
             f"{output} holds a run with another {differing or 'program'}, which can't be "
@@ -364,7 +357,7 @@ class Inputs:
     begun: dict[int, float] = field(default_factory=dict)
 
     def begin(self, done: Container[int]) -> Iterator[tuple[int, Path]]:
-        """Yield index and file of each image that isn't done, and note when its reading begins."""
+        """Index and file of each image that isn't done; notes when its reading begins."""
         for index, path in enumerate(self.paths):
             if index not in done:
                 self.begun[index] = time.perf_counter()
@@ -383,7 +376,7 @@ class Run:
         outputs: output folder, and the kinds of files written there.
         record: the open journal; it gets each batch once the batch's pictures are on disk.
         decoders: decoding processes with the model's preprocessing and the outputs' pictures.
-        stopped: returns True to stop; images already scored then have a few seconds to be drawn.
+        stopped: returns True to stop; images already scored then have 5 seconds to be drawn.
         thumbnails: small heatmaps of the images that matter most.
         predict: function that scores batches; None for the model, in this process.
     """
@@ -426,13 +419,15 @@ class Run:
                     self._record(behind.popleft(), inputs)
                 if self.stopped():
                     break
-        except StoppedError:
+        except StoppedError:  # raised by `load_all`; what is scored is recorded below
             pass
         finally:
             self._record_all(behind, inputs)
 
     def _record_all(self, batches: Iterable[list[Drawn]], inputs: Inputs) -> None:
-        """Record scored batches, even if a picture of another batch couldn't be written.
+        """Record scored batches as their pictures are finished, even after one couldn't be written.
+
+        Once the run is stopped, batches that aren't finished in time are left out.
 
         Raises:
             OutputError: a picture or the record couldn't be written; the first such error.
@@ -451,14 +446,15 @@ class Run:
             raise failure
 
     def _record(self, batch: Sequence[Drawn], inputs: Inputs) -> None:
-        """Record a batch, once its pictures are written or refused."""
+        """Record a batch; waits until its pictures are written or refused."""
         self.record.add([self._finished(drawn, inputs) for drawn in batch])
 
     def _finished(self, drawn: Drawn, inputs: Inputs) -> Finished:
         """The rows of an image; waits until its pictures are written or refused."""
-        result, pictures, i = drawn.result, drawn.pictures.result(), drawn.result.index
-        path, heatmap = str(inputs.paths[i]), ""
-        regions: tuple[RegionRow, ...] = ()
+        result, pictures = drawn.result, drawn.pictures.result()
+        i = result.index
+        path = str(inputs.paths[i])
+        heatmap, regions = "", tuple[RegionRow, ...]()
         if isinstance(pictures, UnusableImage):
             result = pictures
         elif isinstance(result, Prediction):
@@ -477,7 +473,7 @@ def resumable(done: Callable[[], str]) -> Iterator[None]:
     """Add to a write error the number of images done, and how to continue.
 
     Args:
-        done: returns the number done as the beginning of a sentence: `3 of 9 images are`.
+        done: returns the images done in words, such as `3 of 9 images`.
 
     Raises:
         OutputError: results can't be written; of the same class as the error caught.
@@ -485,7 +481,7 @@ def resumable(done: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except OutputError as error:
-        raise type(error)(f"{error}; {done()} done and kept; continue with --resume") from None
+        raise type(error)(f"{error}; {done()} are done and kept; continue with --resume") from None
 
 
 # A file's size in bytes and the time of its last change in nanoseconds.
@@ -504,8 +500,8 @@ def stamp_of(path: Path) -> Stamp | None:
 class Arrivals:
     """New files in folders.
 
-    It remembers only the files that are in the folders now, so a long run needs no more memory;
-    for an empty folder it remembers the last files.
+    It remembers the files that are in the folders now, so that memory doesn't grow with a long run,
+    and the last files of a folder that has become empty.
 
     Args:
         folders: folders to list, with their subfolders.
@@ -519,11 +515,11 @@ class Arrivals:
         self._folders = folders
         self._returned = dict(done)
         self._settle = settle
-        # Files that may still be written to: stamp, and the time at which it was first seen.
+        # Files that may still be written to: stamp, and the time at which the stamp was first seen.
         self._unsettled: dict[Path, tuple[Stamp, float]] = {}
 
     def poll(self, now: float = 0.0) -> dict[Path, Stamp]:
-        """New files that are complete: unchanged for `settle` seconds between two polls.
+        """New image files that are complete: unchanged in two polls at least `settle` s apart.
 
         A file that changes after it was returned counts as new.
 
@@ -566,7 +562,7 @@ class WatchJournal(Journal):
 
     Args:
         outputs: output folder, and the kinds of files written there.
-        about: facts that the rows depend on; tables of another run can't be continued.
+        about: facts that the rows depend on; tables with other facts can't be continued.
         seen: called with each image, once its row is in the tables.
 
     Attributes:
@@ -602,7 +598,7 @@ class WatchJournal(Journal):
             table.close()
 
     def add(self, batch: Sequence[Finished]) -> None:
-        """Write rows and regions of a batch of `arrived` into the tables."""
+        """Write rows and regions of a batch, whose files are in `arrived`, into the tables."""
         lines = _table_lines(batch)
         # Rows first, then the line that makes them final: a crash in between loses no file.
         for name, table in self._tables.items():
@@ -625,8 +621,8 @@ def watch(run: Run, journal: WatchJournal, folders: list[Path]) -> None:
     """Score the files in folders, and new files as they arrive, until the run is stopped.
 
     Memory grows with the files now in the folders, not with all earlier ones. A folder that can't
-    be listed, such as an interrupted network drive, is tried again; a warning says so, and another
-    one that the folder can be listed again.
+    be listed, such as an interrupted network drive, is tried again; warnings tell when it can't be
+    listed, and when it can again.
 
     Args:
         run: the run that scores the images.
@@ -651,7 +647,7 @@ def watch(run: Run, journal: WatchJournal, folders: list[Path]) -> None:
             ready, complaint = arrivals.poll(begun), ""
         except DataError as error:
             ready, complaint = {}, str(error)
-        # Only an error of two polls in a row is reported: a folder may vanish while it is listed.
+        # Reported if equal in two polls: a folder may vanish for a moment, while it is listed.
         if complaint == before != reported:
             log.warning("%s", complaint or "the folders can be listed again")
             reported = complaint

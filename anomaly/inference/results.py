@@ -103,13 +103,7 @@ def row_of(
 ) -> Row:
     """The row of an image that was scored, or couldn't be.
 
-    Args:
-        result: the prediction, or the reason why the image is unusable.
-        model: the model that scored the image.
-        path: the image's path in the row.
-        begun: time at which the reading of the file began, by `time.perf_counter`.
-        heatmap: the heatmap's file, relative to the output folder; empty without one.
-        group: name of the part that the image shows; empty if unknown.
+    Reading its file began at `begun`, by `time.perf_counter`. `Row` tells of path, heatmap, group.
     """
     scored = None if isinstance(result, UnusableImage) else result
     limits = model.thresholds
@@ -171,7 +165,7 @@ class RegionRow(MarkedRegion, _Numbered):
 def region_rows(
     path: str, regions: Iterable[MarkedRegion], mm_per_pixel: float | None
 ) -> list[RegionRow]:
-    """Rows of one image's regions, numbered in the order given."""
+    """Rows of one image's regions, numbered from 1 in the order given; mm have six decimals."""
 
     def scaled(length: float, power: int = 1) -> float | None:
         return None if mm_per_pixel is None else round(length * mm_per_pixel**power, 6)
@@ -198,7 +192,7 @@ class Part:
     Attributes:
         group: name of the part.
         verdict: `reject` if any view is rejected, else `review` if any view is for review or has
-            no score, else `good`; empty if the model has no threshold.
+            no score, else `good`, or empty if the model has no threshold.
         views: number of images that show the part.
         scored: number of these images that have a score.
         image_score: the highest score of the views; None without any.
@@ -233,7 +227,7 @@ def judge_parts(rows: Sequence[Row], groups: Mapping[str, str]) -> list[Part]:
 
 
 def _judge(group: str, views: Sequence[Row]) -> Part:
-    """The part that some views show; the view with the strictest verdict decides."""
+    """The part that all `views` show; the view with the strictest verdict decides."""
     rejected = [row for row in views if row.verdict == "reject"]
     # A view without a score wasn't inspected, so its part can't be good.
     unsure = [row for row in views if row.verdict == "review" or row.image_score is None]
@@ -250,7 +244,7 @@ def _judge(group: str, views: Sequence[Row]) -> Part:
 
 
 def _score(row: Row) -> float:
-    """The image score, for comparing; -inf without one."""
+    """The image score; -inf without one, so that any score is higher."""
     return -math.inf if row.image_score is None else row.image_score
 
 
@@ -282,13 +276,9 @@ class Tally:
     Attributes:
         counts: number of images by status and by verdict.
         learned: number of images that the model was trained on.
-        flagged: number of new images without a reason for review that aren't good (True) or are
-            (False). An image with a reason is flagged whatever its score, so it says nothing of
-            the thresholds' promise.
-
-    Args:
-        model: the model that scores the images.
-        rows: rows to count at the start.
+        flagged: numbers of new images by verdict: True for review or reject, False for good.
+            Images with a reason aren't counted: they are flagged whatever their score, so they
+            say nothing of the thresholds' promise.
     """
 
     def __init__(self, model: Model, rows: Iterable[Row] = ()) -> None:
@@ -314,7 +304,7 @@ class Tally:
 
     @property
     def exit_code(self) -> int:
-        """0 if all images were scored, 3 if some were, 2 if none was."""
+        """0 if all images were scored (or there are none), 3 if some were, 2 if none was."""
         scored = self.counts["ok"]
         return 0 if scored == self.images else 3 if scored else 2
 
@@ -361,7 +351,7 @@ class Outputs:
         return [RESULTS, LINES, *([REGIONS] if "regions" in self.kinds else [])]
 
     def begin(self, *, watch: bool, resume: bool, overwrite: bool) -> bool:
-        """Check that a run can use the folder; deletes nothing.
+        """Make the folder, and check that a run can use it; deletes a killed run's drafts only.
 
         Args:
             watch: the run follows folders instead of scoring a list of files.
@@ -369,7 +359,7 @@ class Outputs:
             overwrite: allow `clear` to delete an earlier run.
 
         Returns:
-            True if the earlier run over a list of files is complete already.
+            True if `resume` is set and the earlier run over a list of files is complete already.
 
         Raises:
             OutputError: the folder holds a run and neither `resume` nor `overwrite` is set, it
@@ -395,26 +385,17 @@ class Outputs:
         return complete
 
     def clear(self, model: Model) -> None:
-        """Delete an earlier run's files, unless `pictures` raises."""
+        """Delete an earlier run's files, unless `pictures` raises OutputError."""
         self.pictures(model)  # a refused run mustn't cost the earlier results
         clear(self.folder, INFER)
 
     def about(self, model: Model, inputs: Mapping[str, object]) -> dict[str, object]:
-        """Facts that the rows of a run depend on; a run can be resumed only with the same.
-
-        Args:
-            model: the model that scores the images.
-            inputs: facts about the images.
-        """
-        outputs = sorted(self.kinds - {"page"})
+        """Facts that a run's rows depend on, `inputs` too; it is resumed with the same only."""
+        outputs = sorted(self.kinds - {"page"})  # no row depends on the page
         return {**inputs, **about_model(model), "set of outputs": outputs}
 
     def pictures(self, model: Model, small: int = 0) -> PictureWriter:
-        """The writer of the run's pictures.
-
-        Args:
-            model: the model that scores the images.
-            small: most pixels of a small heatmap.
+        """The writer of the run's pictures; a small heatmap has at most `small` pixels.
 
         Raises:
             OutputError: the model has no thresholds, which some pictures need.
@@ -428,7 +409,7 @@ class Outputs:
         return PictureWriter.of(model, small, self.folder)
 
     def pictures_of(self, verdict: str) -> Set[str]:
-        """The pictures of an image with this verdict (empty without one).
+        """Kinds of pictures to draw of an image, by its verdict; an empty one counts as not good.
 
         Returns:
             Any of `heatmap`, `small` (a small heatmap), `mask`, `regions` and `maps`.
@@ -441,7 +422,7 @@ class Outputs:
         return kinds
 
     def holds_picture(self, name: str) -> bool:
-        """True if the output folder holds a heatmap, mask or map of this name."""
+        """True if the output folder holds a heatmap, mask or map of this name (`….png`)."""
         map_name = PurePosixPath(name).with_suffix(".tiff")
         files = (HEATMAPS, name), (MASKS, name), (MAPS, map_name)
         return any((self.folder / place / file).exists() for place, file in files)
@@ -510,11 +491,11 @@ class PictureWriter:
         name: str = "",
         verdict: str = "",
     ) -> Pictures:
-        """Draw one image's pictures.
+        """Draw one image's pictures, and return those that aren't written to files.
 
         Args:
             image: the decoded file.
-            anomaly_map: its anomaly map.
+            anomaly_map: the image's anomaly map.
             kinds: the pictures to draw, as from `Outputs.pictures_of`.
             name: path of the pictures inside the folders of heatmaps, masks and maps.
             verdict: the image's verdict; a rejected image's heatmap outlines its peak at least.
@@ -524,7 +505,8 @@ class PictureWriter:
         """
         mask, regions = b"", tuple[MarkedRegion, ...]()
         limit = float(np.nanmax(anomaly_map.scores)) if self.limit is None else self.limit
-        if self.output is None or kinds - {"heatmap", "small"}:  # else a reduced map is enough
+        # The whole map is computed once; for a heatmap in a file a reduced map is enough.
+        if self.output is None or kinds - {"heatmap", "small"}:
             anomaly_map = anomaly_map.held()
         # A separate method frees a large image's picture before the mask is encoded.
         heatmap, small = self._heatmap(image, anomaly_map, limit, kinds, name, verdict)
@@ -548,12 +530,12 @@ class PictureWriter:
         name: str,
         verdict: str,
     ) -> tuple[bytes, Thumbnail | None]:
-        """The heatmap as PNG, empty if written to a file, and its small copy."""
+        """The heatmap as PNG, empty if unwanted or written to a file; its small copy, or None."""
         if not kinds & {"heatmap", "small"}:
             return b"", None
         anomaly_map = (anomaly_map if self.output is None else anomaly_map.shrunk()).held()
-        image, rejected = shrunk(image, anomaly_map.view.source), verdict == "reject"
-        picture = heatmap(image, anomaly_map, limit, self.review, rejected=rejected)
+        image = shrunk(image, anomaly_map.view.source)
+        picture = heatmap(image, anomaly_map, limit, self.review, rejected=verdict == "reject")
         png = self._put(HEATMAPS, name, encode_png(picture)) if "heatmap" in kinds else b""
         return png, thumbnail(picture, self.small) if "small" in kinds else None
 

@@ -44,12 +44,12 @@ from anomaly.scoring.build import ImageStages, fitter_of, turns_of
 from anomaly.scoring.image_statistics import ImageStatistics, statistics_of
 from anomaly.scoring.model import Model, Piece, image_scores, network_map, patches_inside
 
-# Images after which freed memory, which the allocator still holds, goes back to the system.
+# Images after which memory that is free, but held by the allocator, goes back to the system.
 _TRIMMED = 128
 # Images that a function of `CachedFeatures.each` sees at once.
 _PART = 512
 
-COUNT = 5  # suspects shown to the user, with the patch scores that their heatmaps need
+SUSPECTS = 5  # images shown to the user, with the patch scores that their heatmaps need
 # Batches that are joined where there is one grid: Gaussians are read once for each batch, and meet
 # 16 images in the time that 6 take. More are hardly quicker, and take memory.
 _TOGETHER = 4
@@ -90,7 +90,7 @@ class TrainingSetup(ImageStages):
 
 
 def _image_stages(model: ImageStages) -> dict[str, Any]:
-    """The fields of `ImageStages`, from a setup for a model or from a model for a setup."""
+    """The fields of `ImageStages` by name, to make a setup of a model or a model of a setup."""
     return {field.name: getattr(model, field.name) for field in fields(ImageStages)}
 
 
@@ -116,11 +116,11 @@ def cached_features(
         images: files or decoded pixels by image number, ascending.
         scratch: an existing folder for the temporary files.
         progress: called with (images done, number of images).
-        cluster_images: number of images that a cluster learns from, whose other processes read the
-            files and delete them; None on one machine.
+        cluster_images: number of images that all machines of a cluster learn from; its processes
+            read the files and delete them. None on one machine.
 
     Raises:
-        DataError: no image can be used; on a cluster, other images may be usable.
+        DataError: no image can be used; not on a cluster, where others may have usable ones.
         OutputError: no room for the features.
     """
     embedder, fitter, turns = setup.embedder, setup.fitter, turns_of(setup.config)
@@ -144,8 +144,8 @@ def cached_features(
     shared, expected = cluster_images is not None, cluster_images or len(images)
     writer = _Writer(fitter, scratch, expected, 1 + len(turns), shared=shared)
     with torch.inference_mode():
-        for done in in_parallel(embed, batches, embedder.device):
-            writer.add(done)
+        for embedded in in_parallel(embed, batches, embedder.device):
+            writer.add(embedded)
             progress(len(writer.facts) + len(writer.refused), len(images))
     release_memory()
     if not (shared or writer.facts):
@@ -185,11 +185,14 @@ class ImageFacts:
     statistics: ImageStatistics | None = None
 
     def add(self, patches: int, tile: ImageStatistics | None) -> None:
-        """Count the patches of one more tile or turned copy, and a tile's statistics."""
+        """Add the number of patches and the statistics of one more tile or turned copy.
+
+        A turned copy has the statistics of its image, and adds None.
+        """
         self.patches += patches
         if tile is not None:
             total = tile if self.statistics is None else self.statistics + tile
-            # Half the memory, of thousands of images.
+            # float32 is half the memory, which counts with thousands of images.
             self.statistics = replace(total, embedding=np.asarray(total.embedding, np.float32))
 
 
@@ -261,11 +264,11 @@ class CachedFeatures(PatchSet):
 
     @property
     def count(self) -> int:
-        """Number of patches of the images."""
+        """Number of patches of the images, also of turned copies and outside the region."""
         return sum(facts.patches for i, facts in self.facts.items() if i in self.images)
 
-    def pictures(self) -> dict[int, str]:
-        """Hashes of the images' pixels, by image number; copies have equal ones."""
+    def picture_hashes(self) -> dict[int, str]:
+        """SHA-256 of each usable image's pixels, by image number; copies have equal ones."""
         return {i: facts.look.picture for i, facts in self.facts.items()}
 
     def only(self, images: Container[int]) -> CachedFeatures:
@@ -273,7 +276,7 @@ class CachedFeatures(PatchSet):
         return replace(self, images=images)
 
     def statistics_of(self, images: Sequence[int]) -> list[ImageStatistics]:
-        """The statistics of images, each as a whole."""
+        """Statistics of whole images, in the order of the image numbers given."""
         return [whole for i in images if (whole := self.facts[i].statistics) is not None]
 
     def __iter__(self) -> Iterator[PatchBatch]:
@@ -281,6 +284,7 @@ class CachedFeatures(PatchSet):
         with torch.inference_mode():
             for file in self.files:
                 for tiles, kept in file.read(self.images):
+                    # A stored batch is read whole, but may hold images that aren't wanted.
                     rows = [row for row, tile in enumerate(tiles) if tile.image in self.images]
                     selected = kept if len(rows) == len(tiles) else [t[rows] for t in kept]
                     embeddings = selected[0] if self.align is None else self.align(selected)
@@ -296,7 +300,7 @@ class CachedFeatures(PatchSet):
                     yield tile.image, points
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
-        """Results of a function applied to the patches, several images at a time."""
+        """Results of a function applied to the patches, up to 512 images at a time."""
         yield from map(function, self._parts())
 
     def scores(
@@ -304,7 +308,7 @@ class CachedFeatures(PatchSet):
     ) -> dict[int, HeldOutScores]:
         """Scores of the images by a model that hasn't learned from them, by image number.
 
-        Turned copies aren't scored. Only the `COUNT` highest scores keep their patch scores.
+        Turned copies aren't scored. Only the `SUSPECTS` highest scores keep their patch scores.
 
         Args:
             model: the model that scores.
@@ -321,15 +325,15 @@ class CachedFeatures(PatchSet):
                 (views[image], (row // height, column // width), 0)
                 for image, (row, column) in zip(batch.images, corners, strict=True)
             ]
-            columns = batch.images, pieces, *_score_tiles(model, batch, pieces)
-            for image, (view, (row, column), _), patches, score, peak in zip(*columns, strict=True):
+            tiles = batch.images, pieces, *_score_tiles(model, batch, pieces)
+            for image, (view, (row, column), _), patches, score, peak in zip(*tiles, strict=True):
                 if image not in scores:
-                    rows, across = (len(tiles) for tiles in view.axes)
+                    rows, across = map(len, view.axes)  # tiles of the whole image
                     mosaic = np.full((rows * height, across * width), np.nan, np.float32)
                     scores[image] = HeldOutScores(image, score, peak, mosaic)
                 scores[image].add(score, peak, patches, row * height, column * width)
             progress(len(scores))
-        for held in worst(scores)[COUNT:]:
+        for held in worst(scores)[SUSPECTS:]:
             held.patches = None
         return scores
 
@@ -343,13 +347,7 @@ class CachedFeatures(PatchSet):
 def _score_tiles(
     model: Model, batch: PatchBatch, pieces: Sequence[Piece]
 ) -> tuple[NDArray[np.float32], list[float], list[float]]:
-    """Patch scores (B, h, w), image scores and highest map values of whole images or tiles.
-
-    Args:
-        model: the model that scores.
-        batch: their patches.
-        pieces: layout, tile and turn of each.
-    """
+    """Patch scores (B, h, w), image scores and highest map values of whole images or tiles."""
     settings = model.config.model
     patches, scores = model.score_patches(batch.embeddings, pieces, batch.inside)
     shown = without_halo(patches.scores, settings.halo_damping)
@@ -359,7 +357,7 @@ def _score_tiles(
 
 
 def _joined(batches: Iterable[PatchBatch]) -> Iterator[PatchBatch]:
-    """Larger batches, each of `_TOGETHER` batches of whole images on one grid.
+    """Larger batches: up to four batches of whole images on one grid are joined.
 
     For methods with one grid, which have neither tiles nor turned copies.
     """
@@ -379,7 +377,7 @@ def worst(scores: Mapping[int, HeldOutScores]) -> list[HeldOutScores]:
 
 
 class Tile(NamedTuple):
-    """A training image, or one tile of it, as it is or turned (see `anomaly.imaging.loading`)."""
+    """A training image, or the tile of it in a row and column, turned in a way from 0 to 7."""
 
     image: int
     row: int
@@ -401,7 +399,7 @@ class TensorFile:
         make: Any = partial(NamedTemporaryFile, delete=False) if shared else TemporaryFile
         self._file: IO[bytes] = make(dir=folder)
         self._path = Path(self._file.name) if shared else None
-        self._written: list[tuple[Sequence[Tile], list[_InFile]]] = []
+        self._written: list[tuple[Sequence[Tile], list[_StoredTensor]]] = []
 
     def write(self, tiles: Sequence[Tile], tensors: Sequence[Tensor]) -> None:
         """Append one batch.
@@ -418,7 +416,7 @@ class TensorFile:
             for t in tensors:
                 dense = t.cpu().clone()  # without gaps, its axes in memory in the same order
                 offset = self._file.tell()
-                places.append(_InFile(offset, t.shape, dense.stride(), t.dtype, t.device))
+                places.append(_StoredTensor(offset, t.shape, dense.stride(), t.dtype, t.device))
                 # The bytes as they lie in memory; `flatten` would bring channels_last into order.
                 flat = dense.as_strided((dense.numel(),), (1,))
                 self._file.write(flat.view(torch.uint8).numpy().data)
@@ -440,21 +438,22 @@ class TensorFile:
         written = self._written
         if ascending:
             written = sorted(written, key=lambda batch: batch[0][0].image)
+        # A shared file is read through its name: a pickled copy has no open file.
         with nullcontext(self._file) if self._path is None else self._path.open("rb") as file:
             for tiles, places in written:
                 if any(tile.image in images for tile in tiles):
                     yield tiles, [place.read(file) for place in places]
 
     def close(self) -> None:
-        """Delete the file, unless it is shared."""
+        """Close the file; one that isn't shared is deleted."""
         self._file.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": BytesIO()}  # a copy only reads
 
 
-class _InFile(NamedTuple):
-    """A tensor's place in the file, and how it lay in memory: kernels round by that."""
+class _StoredTensor(NamedTuple):
+    """A tensor's place in a file, in bytes, and its layout in memory, by which kernels round."""
 
     offset: int
     shape: tuple[int, ...]
@@ -487,7 +486,7 @@ class _Writer:
         fitter: the method's fitter, which may ask for projected patches.
         scratch: the folder of the temporary files.
         images: number of images whose features the folder will hold in the end.
-        copies: poses in which each image is learned, its own included.
+        copies: number of poses in which each image is learned.
         shared: other processes read the files.
     """
 
@@ -504,29 +503,28 @@ class _Writer:
         self.refused: list[UnusableImage] = []
         self.facts: dict[int, ImageFacts] = {}
 
-    def add(self, done: _Embedded | UnusableImage) -> None:
+    def add(self, batch: _Embedded | UnusableImage) -> None:
         """Store a batch, or record an unusable image."""
-        if isinstance(done, UnusableImage):
-            self.refused.append(done)
+        if isinstance(batch, UnusableImage):
+            self.refused.append(batch)
             return
-        images, tiles, kept, patches, statistics = done
+        images, tiles, kept, patches, statistics = batch
         *_, height, width, self.channels = patches.embeddings.shape
-        room = sum(t.nbytes for t in kept) + self._project(patches)
+        size = sum(t.nbytes for t in kept) + self._write_projected(patches)
         if not self.facts:  # the first batch tells how large all will be
-            self._check_room(images, room)
+            self._check_room(images, size)
         for item, tile_statistics in zip(images, statistics, strict=True):
             if item.index not in self.facts:
                 assert item.look is not None  # the decoders were asked for it
                 self.facts[item.index] = ImageFacts(item.sha256, item.layout, item.look)
-            # A turned copy has the statistics of its image.
             added = None if item.turn else tile_statistics
             self.facts[item.index].add(height * width, added)
         self.file.write(tiles, kept)
-        if len(self.facts) % _TRIMMED < len(images):
+        if len(self.facts) % _TRIMMED < len(images):  # this batch passed a multiple
             release_memory()
 
-    def _project(self, batch: PatchBatch) -> int:
-        """Write the projected patches that count, image by image; returns their bytes."""
+    def _write_projected(self, batch: PatchBatch) -> int:
+        """Write the projected patches that count, image by image; returns their size in bytes."""
         if not self.facts:  # the first batch tells the number of channels
             self._matrix = self._fitter.selection_matrix(self.channels)
             if self._matrix is not None:
@@ -541,19 +539,15 @@ class _Writer:
             written += points.nbytes
         return written
 
-    def _check_room(self, first: Sequence[NetworkInput], room: float) -> None:
-        """Refuse features that are larger than the disk has room for.
-
-        Args:
-            first: the first batch of images.
-            room: bytes of that batch's features.
+    def _check_room(self, first: Sequence[NetworkInput], size: float) -> None:
+        """Refuse features without enough room on the disk, by the first batch and its bytes.
 
         Raises:
-            OutputError: all images, each as large as the first, need more than is free.
+            OutputError: all images, with as many bytes as one of the first, need more than is free.
         """
         if not first[0].layout.whole:  # large images may differ in their number of tiles
             return
-        needed = room * self._copies / len(first) * self._expected
+        needed = size * self._copies / len(first) * self._expected
         free: float = shutil.disk_usage(self._scratch).free
         if self._shared:  # files in the folder are features that the sum counts already
             free += sum(file.stat().st_size for file in self._scratch.iterdir())
@@ -568,14 +562,7 @@ class _Writer:
 def _patch_batch(
     embeddings: Tensor, tiles: Sequence[Tile], views: Mapping[int, View], region: Region | None
 ) -> PatchBatch:
-    """Patches of images or tiles.
-
-    Args:
-        embeddings: patch embeddings (B, h, w, D).
-        tiles: the B images or tiles.
-        views: the geometry of each network input, by image number.
-        region: the part of each image that counts; None for all of it.
-    """
+    """Patches of images or tiles, with embeddings (B, h, w, D) and views by image number."""
     height, width = embeddings.shape[1:3]
     pieces = [(views[tile.image], (tile.row, tile.column), tile.turn) for tile in tiles]
     return PatchBatch(

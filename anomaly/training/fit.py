@@ -42,7 +42,7 @@ from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.model import Model
 from anomaly.storage.models import manifest_of
 from anomaly.training.features import (
-    COUNT,
+    SUSPECTS,
     CachedFeatures,
     HeldOutScores,
     TrainingSetup,
@@ -62,20 +62,15 @@ _LEAST_SPREAD = 0.02
 
 
 def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> TrainingSetup:
-    """Load the backbone, learn the pose, and choose the precision.
-
-    Args:
-        config: all settings; `config.data` isn't read.
-        samples: the training images.
-        device: the device of the network and the scorer.
+    """Load the backbone, learn the pose, choose the precision, and draw the fitter's random parts.
 
     Raises:
         AnomalyError: weights, layers or images can't be used as configured.
     """
     extractor, weights_sha256 = backbone(config, device)
     normalise = backbone_of(config.backbone.name).normalisation()
-    region, smallest = region_of(config.image, Path()), config.model.smallest_defect
-    sizes = _image_sizes(samples) if config.one_aspect or smallest else []
+    region = region_of(config.image, Path())
+    sizes = _image_sizes(samples) if config.one_aspect or config.model.smallest_defect else []
     # PaDiM learns each position by itself, so all images get the median aspect.
     aspect = median(h / w for h, w in sizes) if config.one_aspect and sizes else None
     reference = reference_of(config, samples)
@@ -102,20 +97,20 @@ def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> 
         device=device,
         weights_sha256=weights_sha256,
     )
-    if smallest is not None:
+    if config.model.smallest_defect is not None:
         check_smallest_defect(setup, sizes)
     return setup
 
 
 def check_smallest_defect(setup: TrainingSetup, sizes: Iterable[tuple[int, int]]) -> None:
-    """Refuse a smallest defect that is below a patch, or as large as an image.
+    """Refuse a smallest defect below one patch, or above half of an image's inspected area.
 
     Args:
         setup: the stages of a model with `model.smallest_defect`.
         sizes: (H0, W0) of the training images.
 
     Raises:
-        ConfigError: the area is below a patch, or more than half of an image's inspected area.
+        ConfigError: the area is such a one for any of these sizes.
     """
     area = smallest_area(setup.config)
     for size in sorted(set(sizes)):
@@ -132,7 +127,7 @@ def check_smallest_defect(setup: TrainingSetup, sizes: Iterable[tuple[int, int]]
                 f"model.smallest_defect is {area:.0f} pixels, more than half of the inspected "
                 f"area of {image} pixels; give a smaller area"
             )
-        if area < height * width * (1 - 1e-6):
+        if area < height * width * (1 - 1e-6):  # an area of exactly one patch may be rounded
             raise ConfigError(
                 f"model.smallest_defect: area is {area:.4g} pixels, but one patch covers "
                 f"{height:.0f} × {width:.0f} pixels (height × width) of {image}, and nothing "
@@ -142,10 +137,10 @@ def check_smallest_defect(setup: TrainingSetup, sizes: Iterable[tuple[int, int]]
 
 
 def reference_of(config: Config, samples: Sequence[Sample]) -> Reference | None:
-    """The reference for poses; None without `image.align`.
+    """The reference for poses, learned from up to 400 images; None without `image.align`.
 
     Raises:
-        DataError: the images show no part that lies in each of them.
+        DataError: no image can be used, or the images show no part that lies in each of them.
     """
     image = config.image
     if image.align == "none":
@@ -164,14 +159,14 @@ def reference_of(config: Config, samples: Sequence[Sample]) -> Reference | None:
 
 
 def _image_sizes(samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Sizes (H0, W0) of all readable images."""
+    """Sizes (H0, W0) of all readable images, of files first, then of images in memory."""
     headers = read_all(size_of, [s.path for s in samples if s.image is None])
     sizes = [size for size in headers if isinstance(size, tuple)]
     return sizes + [s.image.size for s in samples if s.image is not None]
 
 
 def _trial_images(samples: Sequence[Sample], loading: Preprocessing) -> list[NetworkInput]:
-    """A few usable images of one size, from all over the list."""
+    """Up to four usable images of one size, spread over the list; a large image's first tile."""
     trial: list[NetworkInput] = []
     decoders = Decoders(loading)
     for sample in samples[:: max(1, len(samples) // _TRIAL_IMAGES)]:
@@ -192,11 +187,11 @@ class Training:
         images: numbers of the images learned from, ascending.
         seconds: duration of each stage, by its name.
         suspects: scores of the training images that look least like the others, the worst first;
-            empty if no thresholds were wanted.
+            empty if neither thresholds nor `model.leave_out_suspects` were wanted.
         stand_out: scores of the images that stand out from all others, by name, the highest first,
             every copy listed. With `model.leave_out_suspects` the model hasn't learned them.
         refused: reasons why training images can't be used, by name.
-        patches: number of patches learned from.
+        patches: number of patches of these images, turned copies included.
         patch_pixels: median height and width of one patch in original pixels.
         outliers: names of training images whose image statistics lie so far from the others' that
             they would be `review`, had the model not learned from them.
@@ -223,14 +218,8 @@ def _fit(
 ) -> Training:
     """Fit a scorer, find the thresholds, and look for images that stand out from all others.
 
-    With `model.leave_out_suspects`, images that stand out are left out, and both are done again.
-
-    Args:
-        setup: all stages but the scorer.
-        features: features of all samples.
-        samples: good images.
-        stages: the clock and the progress of the training.
-        calibrate: find thresholds.
+    With `model.leave_out_suspects`, images that stand out are left out, and the others are fitted
+    and scored again. `train` adds the facts about the images.
     """
 
     def fitted(images: Container[int]) -> Model:
@@ -238,13 +227,14 @@ def _fit(
 
     def scored(images: Mapping[int, Sample]) -> tuple[GoodScores, tuple[HeldOutScores, ...]]:
         part, progress = features.only(images), stages.progress("calibration")
+        # `model` is the one fitted last, on the same images.
         return cross_fit(model, part, setup.fitter, images, progress=progress)
 
     learned = {i: samples[i] for i in sorted(features.facts)}
     model = fitted(learned)
     stages.end("scorer")
     _warn_of_copies(features, samples)
-    config, pictures = setup.config, features.pictures()
+    config, pictures = setup.config, features.picture_hashes()
     leave_out = config.model.leave_out_suspects
     if not (calibrate or leave_out):
         return Training(model, tuple(learned), stages.seconds)
@@ -271,8 +261,8 @@ def _fit(
 def standing_out(good: GoodScores) -> dict[str, float]:
     """Scores of the images that stand out from all others, by name, the highest first.
 
-    The logarithm of such a score lies five robust standard deviations (1.4826 · the median absolute
-    deviation) above the median. A fifth of defects among the images hardly moves either.
+    The logarithm of such a score lies more than 5 robust standard deviations (1.4826 · the median
+    absolute deviation, at least 0.02) above the median. A fifth of defects hardly moves either.
 
     Args:
         good: scores of images by models that haven't learned from them.
@@ -286,12 +276,9 @@ def standing_out(good: GoodScores) -> dict[str, float]:
 
 
 def good_scores(names: Sequence[str], scores: Iterable[HeldOutScores], source: str) -> GoodScores:
-    """Good scores for thresholds, from scores of images.
+    """Good scores for thresholds, from scores of images in the order of their names.
 
-    Args:
-        names: image names.
-        scores: the images' scores, in the order of the names.
-        source: the number of scores and their origin, in words.
+    `source` tells their number and origin in words.
     """
     image, peak = zip(*((held.score, held.peak) for held in scores), strict=True)
     return GoodScores(tuple(names), image, peak, source)
@@ -315,21 +302,22 @@ def cross_fit(
         patches: patches of the training images; features are read, never computed again.
         fitter: the fitter that the model was fitted with.
         samples: the images used, by image number. Copies of one picture are held out together and
-            count once. Images of a group stay in one part, unless there is one group only. A copy
+            count once. Images of a group share a fold, unless there is one group only. A copy
             belongs to the group of the first image of its picture.
-        folds: number of parts, at most.
+        folds: number of folds, at most.
         progress: called with (images scored, number of images).
 
     Returns:
-        One score for each picture, and the scores of the `COUNT` images that look least like the
+        One score for each picture, and the scores of the `SUSPECTS` images that look least like the
         others, the worst first.
 
     Raises:
-        DataError: too few images, or none but those of one fold.
+        DataError: the images show fewer than two different pictures.
     """
-    indices, pictures = sorted(samples), patches.pictures()
+    indices, pictures = sorted(samples), patches.picture_hashes()
     groups = {i: group for i in indices if (group := samples[i].group)}
     first_with: dict[str, int] = {}
+    # The first image of each image's picture: the image itself, unless it is a copy.
     originals = {i: first_with.setdefault(pictures[i], i) for i in indices}
     distinct = sorted(set(originals.values()))
     units = len({groups.get(i, i) for i in distinct})
@@ -340,17 +328,17 @@ def cross_fit(
     scores: dict[int, HeldOutScores] = {}
     grouped = bool(known_groups) or len(distinct) < len(indices)
     for images, scorer in fitter.held_out(model.scorer, patches, divided, grouped=grouped):
-        part, without = patches.only(frozenset(images)), replace(model, scorer=scorer)
-        scores.update(part.scores(without, lambda done: progress(len(scores) + done, len(indices))))
+        part, scoring = patches.only(frozenset(images)), replace(model, scorer=scorer)
+        scores.update(part.scores(scoring, lambda done: progress(len(scores) + done, len(indices))))
     source = f"{len(distinct)} training images, each scored by a model that hasn't seen it"
     good = good_scores([samples[i].name for i in distinct], [scores[i] for i in distinct], source)
-    return replace(good, groups=units if groups else None), tuple(worst(scores)[:COUNT])
+    return replace(good, groups=units if groups else None), tuple(worst(scores)[:SUSPECTS])
 
 
 def split(
     images: Sequence[int], groups: Mapping[int, str | int], folds: int = _FOLDS
 ) -> list[Fold]:
-    """Part images into folds of about equal size; a group stays whole.
+    """Image numbers in folds of about equal size; a group stays whole.
 
     Neighbours share a fold: pictures taken one after the other often show parts alike.
 
@@ -379,7 +367,7 @@ def split(
 
 def _warn_of_copies(features: CachedFeatures, samples: Sequence[Sample]) -> None:
     """Warn of training images that are copies of others, or nearly."""
-    pictures = features.pictures()
+    pictures = features.picture_hashes()
     different = len(set(pictures.values()))
     if copies := len(pictures) - different:
         log.warning(
@@ -401,32 +389,28 @@ def _check_labels(
     defects: Sequence[Sample],
     decoding: Decoding,
 ) -> None:
-    """Refuse a good image that is the same picture as a defect.
-
-    Args:
-        features: features of the good images.
-        samples: the good images, by the image numbers of `features`.
-        defects: defective images.
-        decoding: limits and bit depth for reading the defects.
+    """Refuse a good image, one of `samples`, that is the same picture as a defect.
 
     Raises:
         DataError: one picture is good and defective.
     """
-    pictures = features.pictures()
+    pictures = features.picture_hashes()
+    # In descending order, so that the first of several copies stays.
     good = {pictures[i]: samples[i] for i in sorted(pictures, reverse=True)}
     read = partial(derive, picture_hash, decoding)
-    shown = read_all(read, [sample.source for sample in defects])
-    for defect, picture in zip(defects, shown, strict=True):
+    hashes = read_all(read, [sample.source for sample in defects])
+    for defect, picture in zip(defects, hashes, strict=True):
+        # An unreadable defect has no hash; where it is scored, the reason is given.
         same = good.get(picture) if isinstance(picture, str) else None
         if same is not None and (contrary := contradiction(same, defect)):
             raise contrary
 
 
 class Stages:
-    """Seconds of each stage of a training, and its progress.
+    """Clock of a training's stages, which follow one another, and their progress.
 
     Attributes:
-        seconds: by stage.
+        seconds: duration of each stage that has ended, by its name.
 
     Args:
         progress: called with (stage, done, total).
@@ -438,11 +422,11 @@ class Stages:
         self._last = time.perf_counter()
 
     def progress(self, stage: str) -> Progress:
-        """A callback for the progress of a stage."""
+        """A callback for the progress of a stage, called with (done, total)."""
         return partial(self._progress, stage)
 
     def end(self, stage: str) -> None:
-        """Record the end of a stage."""
+        """End a stage, which began where the one before ended."""
         now = time.perf_counter()
         self.seconds[stage] = now - self._last
         self._last = now
@@ -478,12 +462,12 @@ def train(
         device: the device of the network and the scorer.
         scratch: an existing folder for temporary files.
         calibrate: find thresholds.
-        features_of: called as `cached_features`; a cluster's computes on other machines.
+        features_of: called as `cached_features`, the default; a cluster's computes on its machines.
         progress: called with (stage, done, total).
 
     Raises:
-        DataError: two images have one name; a model knows its training images by their names. Or
-            there are too few to find thresholds with, or one is among the defects as well.
+        DataError: two images have one name (a model knows its images by name), there are too few
+            for cross-fitting, or one is among the defects as well.
         AnomalyError: weights, layers or images can't be used as configured.
     """
     for name, times in Counter(sample.name for sample in samples).items():
@@ -495,8 +479,8 @@ def train(
     images = {i: sample.source for i, sample in enumerate(samples)}
     setup = prepare(config, samples, device)
     stages.end("backbone")
-    compute, computed = features_of or cached_features, stages.progress("features")
-    with compute(setup, images, scratch, computed) as features:
+    compute_features = features_of or cached_features
+    with compute_features(setup, images, scratch, stages.progress("features")) as features:
         _check_labels(features, samples, defects, setup.loading.decoding)
         rest()  # ends the decoding processes: the scorer needs their memory
         brightest = (facts.look.brightest for facts in features.facts.values())
@@ -525,12 +509,7 @@ def train(
 
 
 def _patch_pixels(features: CachedFeatures, stride: int) -> tuple[float, float]:
-    """Median height and width of one patch in original pixels.
-
-    Args:
-        features: features of the training images.
-        stride: network pixels from one patch to the next.
-    """
+    """Median height and width of one patch in original pixels; `stride` is in network pixels."""
     axes = [[pieces[0] for pieces in view.axes] for view in features.views.values()]
     height, width = (
         median(stride * axis.source / axis.resized for axis in axes_of_images)

@@ -53,14 +53,14 @@ def train_run(
         device: the device of the network and the scorer.
         calibrate: find thresholds.
         overwrite: replace an earlier run there, once the new model is trained.
-        features_of: called as `cached_features`; a cluster's machines all see `output`.
+        features_of: see `train`; a cluster's machines all see `output`.
         progress: called with (stage, done, total).
 
     Returns:
         The training, and the content of train.json.
 
     Raises:
-        OutputError: an earlier run is there, or there is no room.
+        OutputError: an earlier run is there, or the folder can't be written to.
         AnomalyError: no model can be trained with these settings and images.
     """
     from anomaly.training.fit import train
@@ -107,7 +107,11 @@ def trained_on(folder: Path) -> Path:
 
 
 def training_record(folder: Path) -> dict[str, Any]:
-    """The content of train.json beside the model; empty if it can't be read."""
+    """The content of a run's train.json; empty where there is none, or it can't be read.
+
+    Args:
+        folder: the run, or its model folder.
+    """
     for file in (folder / "train.json", folder.absolute().parent / "train.json"):
         if file.is_file():
             try:
@@ -118,7 +122,7 @@ def training_record(folder: Path) -> dict[str, Any]:
 
 
 def _summary(training: Training, model_id: str) -> dict[str, Any]:
-    """The content of train.json without times and paths."""
+    """The content of train.json, but for the suspects, the data set's folder and durations."""
     model, config = training.model, training.model.config
     tensors, thresholds, mm = model.scorer.tensors(), model.thresholds, config.image.mm_per_pixel
     return {
@@ -146,12 +150,16 @@ def _summary(training: Training, model_id: str) -> dict[str, Any]:
 def _draw_suspects(
     training: Training, samples: Sequence[Sample], output: Path
 ) -> list[dict[str, Any]]:
-    """Write heatmaps of the training images that look least like the others, and list them."""
+    """Write heatmaps of the training images that look least like the others.
+
+    Returns:
+        Name, score and heatmap's path in the run of each image, as in train.json.
+    """
     model, thresholds = training.model, training.model.thresholds
     listed = []
     files = [(suspect.image, samples[suspect.image].path) for suspect in training.suspects]
     decoders = Decoders(model.loading, keep_image=True)
-    for rank, loaded in enumerate(decoders.load_all(files), 1):
+    for rank, loaded in enumerate(decoders.load_all(files), 1):  # in the order of the suspects
         if not isinstance(loaded, NetworkInput):  # the file has changed since it was learned from
             continue
         suspect, sample = training.suspects[rank - 1], samples[loaded.index]

@@ -21,7 +21,7 @@ from kit import bgr
 import anomaly
 from anomaly.backbones.engine import Graph
 from anomaly.errors import DataError, ModelError
-from anomaly.export.commands import VERDICTS, equality, pixel_pairs
+from anomaly.export.commands import VERDICTS, pixel_comparisons, proven_equal
 from anomaly.export.graph import write_graph
 from anomaly.storage.models import load_model
 
@@ -165,13 +165,13 @@ def test_a_planted_difference_or_another_camera_is_no_export(
     model = load_model(exported[0], "cpu", "fp32")
     graph = Graph(exported[1] / "whole.onnx", "onnx", 1)
     images = sorted((product / "test" / "spot").iterdir())
-    found = equality(pixel_pairs(model, graph, images, (96, 120)))
+    found = proven_equal(pixel_comparisons(model, graph, images, (96, 120)))
     assert found["largest_difference"] < 1e-4
     section = model.config.model.model_copy(update={"halo_damping": 0.6})
     config = model.config.model_copy(update={"model": section})
     with pytest.raises(ModelError, match="the export's scores differ"):
-        equality(pixel_pairs(replace(model, config=config), graph, images, (96, 120)))
+        proven_equal(pixel_comparisons(replace(model, config=config), graph, images, (96, 120)))
     with pytest.raises(DataError, match="have 8 bits and the camera's size"):
-        equality(pixel_pairs(model, graph, images, (120, 96)))
+        proven_equal(pixel_comparisons(model, graph, images, (120, 96)))
     with pytest.raises(DataError, match="too thin"):
         write_graph(model, tmp_path, "onnx", (1000, 12))

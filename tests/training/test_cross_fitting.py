@@ -26,7 +26,7 @@ from anomaly.methods.padim import GaussianFitter
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from anomaly.scoring.model import Model, network_map
 from anomaly.storage.models import load_model
-from anomaly.training.features import COUNT, CachedFeatures, worst
+from anomaly.training.features import SUSPECTS, CachedFeatures, worst
 from anomaly.training.fit import cross_fit, split, standing_out
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def _cross_fit(
     detector, fitter = _fitted(kind, patches)
     samples = {i: Sample(Path(), str(i), group=groups.get(i)) for i in patches.views}
     features, told = cast(Any, patches), list[tuple[int, int]]()
-    features.pictures = lambda: hashes or {i: str(i) for i in samples}
+    features.picture_hashes = lambda: hashes or {i: str(i) for i in samples}
     good, _ = cross_fit(
         detector, features, fitter, samples, folds=folds, progress=lambda *done: told.append(done)
     )
@@ -198,7 +198,7 @@ def test_defects_among_the_training_images_are_named_and_left_out_on_request(
     record = json.loads((told / "train.json").read_text())
     assert sorted(record["stand_out"]) == dirty
     listed = record["suspects"]
-    assert len(listed) == COUNT
+    assert len(listed) == SUSPECTS
     assert {s["name"] for s in listed[:2]} <= {*dirty}
     assert [s["score"] for s in listed] == sorted((s["score"] for s in listed), reverse=True)
     for suspect in listed:
@@ -253,8 +253,8 @@ def test_the_worst_are_kept_whole_however_batches_cut_them() -> None:
     patches: Any = PatchList(_batches(scores, 3, 3))
     patches.views = dict.fromkeys(range(13), view)
     found = CachedFeatures.scores(patches, model)
-    order = scores.amax((1, 2)).argsort(descending=True)[:COUNT].tolist()
-    assert [held.image for held in worst(found)[:COUNT]] == order
+    order = scores.amax((1, 2)).argsort(descending=True)[:SUSPECTS].tolist()
+    assert [held.image for held in worst(found)[:SUSPECTS]] == order
     assert [i for i in found if found[i].patches is not None] == sorted(order)
     for i in order:
         np.testing.assert_array_equal(found[i].patches, scores[i])
