@@ -182,10 +182,10 @@ def _openvino(file: Path, threads: int, streams: int) -> Run:
             request = free.get_nowait()
         except Empty:
             request = compiled.create_infer_request()
-        results: Sequence[Array] = [*request.infer([images]).to_tuple()]
-        copies = [np.array(values) for values in results]  # the next call overwrites the request's
+        # Copied, because the request's next run overwrites its outputs.
+        outputs = [np.array(values) for values in request.infer([images]).to_tuple()]
         free.put(request)
-        return copies
+        return outputs
 
     return partial(_first_alone, run)
 

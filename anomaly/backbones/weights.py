@@ -99,20 +99,13 @@ def official_state(url: str) -> tuple[State, str]:
 
 
 def file_on_disk(url: str) -> Path | None:
-    """The path of an official torchvision file in one of `search_folders`; None if in none.
-
-    Args:
-        url: the file's official address.
-    """
+    """An official torchvision file, by its address, in a search folder; None if in none."""
     files = (folder / url.rpartition("/")[2] for folder in search_folders())
     return next(filter(Path.is_file, files), None)
 
 
 def official_file(url: str) -> Path:
-    """The path of an official torchvision file, which is downloaded if it isn't on disk.
-
-    Args:
-        url: the file's official address.
+    """An official torchvision file, by its address; downloaded if it isn't on disk.
 
     Raises:
         WeightsError: it isn't on disk and can't be downloaded.

@@ -34,16 +34,17 @@ def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str]
     Args:
         values: settings by key, as YAML gives them.
         where: the source of the settings, for messages.
-        overrides: `key=value` from `--set`; each replaces a setting.
+        overrides: `key=value` from `--set`, with dotted keys; each replaces or adds a setting.
 
     Raises:
         ConfigError: the values are no mapping, or a key is unknown or a value can't be used. The
             message has a line for each mistake.
     """
-    values, sources = dict(_mapping(values, where)), {}
+    values = dict(_checked_mapping(values, where))
+    sources = {}  # the text of each `--set` by its dotted key
     for override in overrides:
         key, value = _read_override(override)
-        values = _changed(values, key.split("."), value)
+        values = _with_value(values, key.split("."), value)
         sources[key] = f"--set {override}"
     try:
         return Config.model_validate(values)
@@ -51,17 +52,17 @@ def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str]
         lines = []
         for mistake in error.errors():
             message = _explained(dict(mistake))
-            source = _source(mistake["loc"], message, sources) or where
+            source = _culprits(mistake["loc"], message, sources) or where
             lines.append(f"{source}: {message}")
         raise ConfigError("\n  ".join(lines)) from None
 
 
-def _source(location: tuple[Any, ...], message: str, overrides: Mapping[str, str]) -> str:
-    """The overrides that cause a mistake, for its message; empty where the file causes it.
+def _culprits(location: tuple[Any, ...], message: str, overrides: Mapping[str, str]) -> str:
+    """The overrides that cause a mistake, joined by commas; empty where the file causes it.
 
     An override causes it if its key is that of the mistake, or lies within or around it. Where
-    settings of several sections don't go together, pydantic gives no location; then the overrides
-    whose keys stand in the message cause it.
+    settings of several sections don't go together, pydantic gives no location; then overrides whose
+    keys stand in the message cause it.
 
     Args:
         location: the keys that lead to the mistake, from pydantic.
@@ -122,6 +123,7 @@ def _explained(error: dict[str, Any]) -> str:
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
     value = error["input"]
+    # A key may be gone, one of its values, or a type of value.
     for name in (key, f"{key}={value}", f"{key} as a {type(value).__name__}"):
         if name in GONE:
             return f"{name} is no longer supported; {GONE[name]}"
@@ -139,7 +141,7 @@ def _explained(error: dict[str, Any]) -> str:
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:
-    """The keys of a section, which other keys lead to."""
+    """The keys of the section to which `location`, a chain of keys, leads."""
     section: Any = Config
     for part in location:
         annotation = section.model_fields[part].annotation
@@ -157,8 +159,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         overrides: `key=value` with dotted keys; the value is read as YAML.
 
     Raises:
-        ConfigError: there is no such file, it isn't YAML, a key is unknown, or a value can't be
-            used.
+        ConfigError: there is no such file, it isn't YAML, a key is unknown, a value can't be used,
+            or an override isn't read.
     """
     file = find_config(path)
     values = _read_with_base(file, seen=())
@@ -171,7 +173,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _refuse_unread(key: str, override: str, config: Config) -> None:
-    """Refuse an override that changes nothing; files may hold settings of any method."""
+    """Refuse an override that the config's method or score doesn't read; a file may hold it."""
     owners, kind = readers(key), config.model.kind
     if owners and kind not in owners:
         raise ConfigError(
@@ -188,7 +190,7 @@ def find_config(path: str | Path) -> Path:
     """The config file that a path or a bare name means; a bare name may lie in one of `FOLDERS`.
 
     Raises:
-        ConfigError: there is none; the message names those that are alike.
+        ConfigError: there is none; the message names those with a similar name.
         AnomalyError: there is no home folder for its `~`.
     """
     given = at_home(Path(path))
@@ -215,7 +217,7 @@ def _first_file(name: Path, places: Iterable[Path]) -> Path | None:
 
 
 def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """The settings in a YAML file and its bases; `seen` are the files built on this one.
+    """The settings in a YAML file and its bases; `seen` are the files that build on this one.
 
     Raises:
         ConfigError: a file can't be read or is no YAML mapping; a base isn't there, or leads back.
@@ -230,7 +232,7 @@ def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} can't be read: {why(error)}") from None
     values = parse_yaml(text, str(file))
-    values = dict(_mapping({} if values is None else values, str(file)))
+    values = dict(_checked_mapping({} if values is None else values, str(file)))
     base = values.pop("base", None)
     if base is None:
         return values
@@ -244,8 +246,8 @@ def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     return _merge(_read_with_base(base_file, (*seen, file.resolve())), values)
 
 
-def _mapping(values: Any, where: str) -> Any:
-    """The values; anything but a mapping is refused."""
+def _checked_mapping(values: Any, where: str) -> Any:
+    """The values, which must be a mapping."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must hold `key: value` lines, not a {type(values).__name__}")
     return values
@@ -257,11 +259,12 @@ def parse_yaml(text: str, where: str, *, lines: bool = True) -> Any:
     Args:
         text: a file's text, or the text of one value.
         where: the source of the text, for messages.
-        lines: true if messages name the line of a mistake.
+        lines: name the line of a mistake in messages.
 
     Raises:
         ConfigError: the text isn't YAML, is larger or deeper than settings need, or holds a key
-            twice, a tag, an alias, or a number that YAML would misread (010 as 8).
+            twice, a tag, an alias, or a number that YAML would misread (010 as 8) or of over 40
+            digits.
     """
     if len(text) > _LONGEST:
         raise ConfigError(
@@ -285,7 +288,7 @@ def parse_yaml(text: str, where: str, *, lines: bool = True) -> Any:
 
 
 class _RefusedError(ConfigError):
-    """A refusal by `_Loader`: the mistake in words, and its line."""
+    """A refusal by `_Loader`; its arguments are the mistake in words and its line, from 1."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -314,7 +317,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def number(self, node: yaml.ScalarNode) -> float:
-        """The number of a node; misleading forms are refused: in YAML 010 is 8, 1:30 is 90."""
+        """The number of a node; YAML's misleading forms are refused: 010 is 8, 1:30 is 90."""
         text = node.value
         if re.match(r"[-+]?0[0-9_xb]|.*:", text) or len(text) > _MOST_DIGITS:
             raise _RefusedError(
@@ -333,7 +336,7 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.valu
 
 
 def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings from two sources; where both have a setting, that of `above` holds."""
+    """Settings from two sources, section by section; where both have one, that of `above` holds."""
     merged = dict(below)
     for key, value in above.items():
         lower = merged.get(key)
@@ -347,7 +350,7 @@ _TEXTS = ("name", "data.root", "data.category", "backbone.name", "backbone.weigh
 
 
 def _read_override(override: str) -> tuple[str, Any]:
-    """The dotted key and the value of an override; one without both is refused."""
+    """The dotted key and the value of an override; one without a key or `=` is refused."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
@@ -363,10 +366,10 @@ def _read_override(override: str) -> tuple[str, Any]:
     return key.strip(), value
 
 
-def _changed(values: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
-    """Settings with the value at the end of the keys replaced; missing sections are made."""
+def _with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
+    """A copy of settings with a value set at a chain of keys; missing sections are made."""
     key, *inner = keys
     if inner:
         section = values.get(key)
-        value = _changed(section if isinstance(section, dict) else {}, inner, value)
+        value = _with_value(section if isinstance(section, dict) else {}, inner, value)
     return {**values, key: value}

@@ -55,7 +55,7 @@ METHODS = {
 
 
 def readers(key: str) -> list[str]:
-    """Names of the methods that alone read a setting, by its dotted key; empty if all do."""
+    """Methods that read a setting, given by its dotted key, if others don't; empty if all do."""
     section, _, name = key.rpartition(".")
     return [kind for kind, m in METHODS.items() if section == "model" and name in m.settings]
 
@@ -92,7 +92,7 @@ class ShapeConfig(_Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> ShapeConfig:
-        """Check that there is a picture or polygons, and that corners are shares of the sides."""
+        """Check that there is either a picture or polygons, with corners from 0 to 1."""
         if (self.png is None) == (not self.polygons):
             raise ValueError("a region takes either `png` or `polygons`")
         for corner in (value for polygon in self.polygons for point in polygon for value in point):
@@ -165,7 +165,7 @@ class ImageConfig(_Section):
 
     @property
     def overlap(self) -> int:
-        """Width in original pixels of the strip that neighbouring tiles share."""
+        """Least width in original pixels that neighbouring tiles share; 0 without tiles."""
         return (self.tile or 0) // 8
 
 

@@ -256,23 +256,15 @@ class _Kept(NamedTuple):
 def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
     """The tensors of a layer's output, each with a name; anything else in it is left out.
 
-    Inside containers, indices and keys follow a colon: `lstm:0`, `lstm:1.0`, `head:out`. Keys with
-    dots, brackets or quotes are quoted, and those that aren't strings stand in brackets:
-    `head:'a.b'`, `head:[3]`.
-
-    Args:
-        value: the output.
-        name: the layer's name, which a lone tensor gets unchanged.
+    A lone tensor has the layer's `name`. Inside containers, indices and keys follow a colon:
+    `lstm:0`, `lstm:1.0`, `head:out`. Keys with dots, brackets or quotes are quoted, and those that
+    aren't strings stand in brackets: `head:'a.b'`, `head:[3]`.
     """
     return [(f"{name}:{'.'.join(keys)}" if keys else name, t) for keys, t in _tensors_in(value, ())]
 
 
 def refuse_hidden(layer: str, output: Any) -> None:
-    """Refuse an output that keeps tensors where `named_tensors` doesn't look.
-
-    Args:
-        layer: the layer's name, for the message.
-        output: the layer's output.
+    """Refuse a layer's output that keeps tensors where `named_tensors` doesn't look.
 
     Raises:
         LayerError: the output is an object, such as a dataclass, with a tensor as an attribute.

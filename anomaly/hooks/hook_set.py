@@ -262,14 +262,8 @@ class HookSet:
     def everywhere(self, event: Event, hook: Hook, /, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook` at every layer of every network in the process (global module hooks).
 
-        Args:
-            event: the name of the method of this class whose hooks have these arguments and result.
-            hook: the function.
-            *extra: further arguments of the hook.
-            **named: further arguments of the hook by name.
-
-        Returns:
-            A list with the one handle, as `forward` returns a list.
+        `event` is the method of this class, by name, whose hooks have the same arguments and
+        result. `extra` and `named` are further arguments of the hook. The list has one handle.
 
         Raises:
             LayerError: there is no such event, or the hook takes other arguments.
