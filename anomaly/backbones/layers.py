@@ -290,7 +290,10 @@ def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureE
     """
     truncation = _DESCRIPTION.validate_python(described)
     _drop(network, truncation.dropped)
-    for path in (*truncation.layers, *chain(*truncation.pairs)):
+    paths = (*truncation.layers, *chain(*truncation.pairs))
+    if not all(paths):
+        raise LayerError("an empty path names the whole network, which is no layer of it")
+    for path in paths:
         network.get_submodule(path)  # a missing layer raises here, not in the first pass
     return FeatureExtractor(**vars(truncation), network=network.eval())
 

@@ -167,6 +167,8 @@ def test_what_the_dry_run_showed_makes_the_same_extractor(name: str, layers: lis
     again = truncate_again(build(name), json.loads(json.dumps(describe(run))))
     assert vars(again) | {"network": 0} == vars(run) | {"network": 0}
     assert str(again.network) == str(run.network)
+    with pytest.raises(LayerError, match="an empty path"):
+        truncate_again(build(name), describe(run) | {"layers": ["", *run.layers[1:]]})
 
 
 def test_torchvision_and_timm_come_without_the_compiler_which_is_there_when_needed() -> None:
