@@ -1,1 +1,1 @@
-"""Data sets as samples. Lists files; only `ground_truth` decodes any."""
+"""Data sets as samples. Lists files; only `ground_truth` decodes any. Refusals are `DataError`s."""

@@ -66,9 +66,9 @@ def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Images:
         inputs: files, folders that are searched, and lists (`-` for standard input): a text file
             with a path on each line; a CSV file with a column `path`, or `path` and `group`; a
             `results.csv`; a data set's list without groups, whose paths lead from its own folder.
-            A file that a list names needn't exist, and will be reported as unreadable.
-        option: the option that gave the inputs, for messages; lists are read for `--input` alone,
-            since others need images whose labels are known.
+            Files that a list names needn't exist.
+        option: the option that gave the inputs. Lists are read for `--input` alone, since others
+            need images whose labels are known.
 
     Raises:
         DataError: an input doesn't exist or may not be looked at, there is no image at all, or a
@@ -96,15 +96,9 @@ def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Images:
 
 
 def check_inputs(inputs: Iterable[Path], images: Sequence[Path], *, defects: bool = False) -> None:
-    """Refuse files and folders given as good, or as defects, where names or texts contradict that.
+    """Refuse inputs given as good, or as defects, whose names or annotations contradict that.
 
-    Args:
-        inputs: the files and folders.
-        images: the images in them.
-        defects: True if they were given as defects; a single file may then have any name.
-
-    Raises:
-        DataError: the message names the first such folder, or the files.
+    For defects, only names count: those of given folders, and of folders and files in them.
     """
     # A folder may be given beside some of its files; sorting makes it count as given whole.
     given = sorted((is_folder(place), place) for place in inputs)
@@ -121,13 +115,11 @@ def check_inputs(inputs: Iterable[Path], images: Sequence[Path], *, defects: boo
 def open_test_images(good: Sequence[Path], defects: Sequence[Path]) -> tuple[Sample, ...]:
     """Images to test with, from folders of good images and of defects.
 
-    Args:
-        good: folders of good images.
-        defects: folders of defects; a subfolder names their type, else the folder itself.
+    A subfolder names its defects' type, else the folder itself.
 
     Raises:
-        DataError: a folder is missing or holds no images, names contradict what its images are
-            given as, or an image is given as good and a defect, or as two types of defect.
+        DataError: a folder is missing or holds no images, names contradict its images' type, or an
+            image is given with two types (`good` is one).
     """
     samples: dict[Path, Sample] = {}
     root = Path(os.path.commonpath([absolute(folder).parent for folder in (*good, *defects)]))
@@ -159,13 +151,11 @@ def open_list(file: Path) -> Dataset:
     """The data set of a CSV list: a header `path`, and maybe `label, mask, split, group`.
 
     Paths start from the list's own folder. A label is `good` (or another word for it, or `0`) or a
-    kind of defect; where no row has one, all images are good, and folders' and files' names must
-    not contradict that. Good images without a split train and test as `set_apart` draws them;
-    defects without one test. The order of the lines changes nothing: images are sorted by path.
+    kind of defect; where no row has one, all images are good, unless names contradict that, which
+    is refused. `in_splits` splits images without a split. The lines' order changes nothing.
 
     Raises:
-        DataError: there is no such list, a row is mistaken (the message names the line), names
-            contradict that all are good, or no image trains.
+        DataError: there is no such list, a row is mistaken, or no image trains.
     """
     rows = list(_rows(file, _LISTED, ("path",)))
     columns = {column for _, row in rows for column in row}
@@ -207,11 +197,9 @@ def open_visa(folder: Path) -> Dataset:
 
 
 def listing_of(dataset: Dataset, copies: Iterable[Sequence[str]] = ()) -> str:
-    """Text of a CSV list of a data set, which `open_list` reads.
+    """Text of a CSV list of a data set, which `open_list` reads; drawn splits are left out.
 
-    Args:
-        dataset: the data set; splits are written down unless they were drawn.
-        copies: groups of names of images that show the same, which become views of one part.
+    Images that are named in one group of `copies` become views of one part.
     """
     parts = {name: f"copies of {names[0]}" for names in copies for name in names}
     rows: list[tuple[object, ...]] = [_LISTED]
@@ -229,12 +217,7 @@ def listing_of(dataset: Dataset, copies: Iterable[Sequence[str]] = ()) -> str:
 def _samples(
     rows: Iterable[tuple[int, dict[str, str]]], file: Path, folder: Path
 ) -> list[tuple[str, Sample]]:
-    """(split, sample) for each row of a list; an empty split where the row has none.
-
-    Args:
-        rows: line and cells by column.
-        file: the list, for messages.
-        folder: folder from which the paths lead.
+    """(split or empty, sample) for each (line, row) of a list, whose paths lead from `folder`.
 
     Raises:
         DataError: a row is mistaken, or some rows have a label and some haven't.
@@ -273,13 +256,7 @@ def _samples(
 def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Rows:
     """Rows of a list in the encoding in which most labels are words and most files exist.
 
-    Args:
-        file: the list; `-` for standard input.
-        columns: known columns.
-        needed: known columns that must be there; empty for all.
-
-    Raises:
-        DataError: the list can't be read, or isn't CSV with these columns.
+    Of the known columns, those `needed` must be there: all if it is empty.
     """
 
     def worth(row: Mapping[str, str]) -> int:
@@ -298,11 +275,7 @@ def _bytes_of(file: Path, name: str) -> bytes:
 
 
 def _listed(file: Path, groups: dict[str, str]) -> list[Path]:
-    """Images that a list names; see `find_inputs` for the kinds of lists.
-
-    Args:
-        file: the list; `-` for standard input.
-        groups: parts by the images' paths, to which those of this list are added.
+    """Images that a list names; their parts are added to `groups`, by the images' paths.
 
     Raises:
         DataError: the list can't be read, or gives an image no part or two.
@@ -338,7 +311,7 @@ def _listed(file: Path, groups: dict[str, str]) -> list[Path]:
 def _lines_of(data: bytes) -> list[str]:
     """The lines of a list that aren't blank, in the encoding in which most are files' paths.
 
-    A first line that names the delimiter (`sep=;`) is left out.
+    A first line `sep=;` is left out.
     """
     texts = texts_of(data)
     if len(texts) > 1:  # file names are bytes: they stay, unless a code page fits better
@@ -349,11 +322,9 @@ def _lines_of(data: bytes) -> list[str]:
 
 
 def _path_of(entry: str, folder: Path = Path()) -> str:
-    """The path that an entry of a list means; backslashes are slashes where only that file exists.
+    """The path that an entry of a list, or its `file://` URL, means from a folder on.
 
-    Args:
-        entry: a path, or a URL of one (`file://`).
-        folder: folder from which a relative path leads.
+    Backslashes are slashes where only that file exists.
     """
     name = entry.removeprefix("file://")
     slashed = name if os.name == "nt" else name.replace("\\", "/")
@@ -364,7 +335,6 @@ def _path_of(entry: str, folder: Path = Path()) -> str:
 
 
 def _is_there(entry: str, folder: Path = Path()) -> bool:
-    """True if an entry of a list is the path of a file or folder."""
     return os.path.exists(folder / _path_of(entry, folder))  # noqa: PTH110, takes any name
 
 
@@ -376,16 +346,14 @@ def picture_names(
 ) -> list[str]:
     """Relative paths of heatmaps, one for each image, that mirror the inputs' folders.
 
-    No two are equal, even without capitals. Names too long for a file system are shortened. A
-    folder named like a picture gets a `~`, so that `x.jpg.png~/` can lie beside `x.jpg.png`, the
-    heatmap of `x.jpg`.
+    No two are equal, even without capitals. Long names are shortened. A folder named like a picture
+    gets a `~`: `x.jpg.png~/` can lie beside `x.jpg.png`, the heatmap of `x.jpg`.
 
     Args:
         paths: the image files.
-        inputs: the files and folders that a user named; empty for the image files themselves.
+        inputs: files and folders that a user named; empty for the images themselves.
         exists: returns True if a picture has that name already.
-        numbers: the last number of each name, kept over calls: the thousandth picture of one name
-            needn't try the 999 names before it.
+        numbers: the last number of each name, kept over calls so that none is tried twice.
     """
     numbers = {} if numbers is None else numbers
     folders = [absolute(p) if os.path.isdir(p) else absolute(p).parent for p in inputs]  # noqa: PTH112, never raises

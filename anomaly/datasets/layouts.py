@@ -55,9 +55,8 @@ def open_dataset(layout: str, root: str | Path | None, category: str | None = No
         category: a folder (or list) inside `root`; None for `root` itself.
 
     Raises:
-        DataError: the layout is unknown, something is missing or may not be looked at, there are no
-            training images, or a list or names contradict themselves.
-        AnomalyError: the root's `~` stands for nobody's home folder.
+        DataError: the layout is unknown, something is missing or mistaken, or no image trains.
+        AnomalyError: the root's `~` is nobody's home folder.
     """
     if root is None:
         raise DataError(
@@ -92,10 +91,8 @@ def folders_in(folder: Path) -> list[str]:
 def _open_folder(folder: Path) -> Dataset:
     """A folder of good images, or of good and defective ones by the names of the files.
 
-    Without defective ones, there is no test split.
-
-    Raises:
-        DataError: there are no images, or names or annotations contradict that they are good.
+    Without defective ones, the test split is empty. Names or annotations that contradict good ones
+    are refused.
     """
     good, bad = samples_in(folder), list[Sample]()
     if not good:
@@ -120,16 +117,14 @@ def _open_folder(folder: Path) -> Dataset:
 
 
 def labels_in(folder: Path, *, published: bool = False) -> dict[Path, Label]:
-    """Labels of all folders that images lie right in, by the names on the way to them.
+    """Labels of all folders that images lie right in, by path relative to `folder`.
+
+    Names on the path that contradict each other make it unclear; masks are aside.
 
     Args:
         folder: its own name doesn't count.
-        published: True if it is laid out as MVTec AD: only folders in those of splits count, and
+        published: True if it is laid out as MVTec AD: what isn't in a split's folder is aside, and
             in `test` an unknown name is a kind of defect.
-
-    Returns:
-        By the folder with images, relative to `folder`: unclear where names contradict each other,
-        aside for masks and for what doesn't count.
     """
     inside = dict.fromkeys(image.parent.relative_to(folder) for image in list_images(folder))
     return {inner: _label_within(inner, published) for inner in inside}
@@ -168,8 +163,8 @@ def open_by_names(
 
     Args:
         folder: its own name doesn't count.
-        labels: labels by folder, from `labels_in` or a person; None for those from `labels_in`.
-        published: True if the folder is laid out as MVTec AD, see `labels_in`.
+        labels: labels from `labels_in`, or a person's; None for the former.
+        published: as in `labels_in`.
 
     Raises:
         DataError: a folder's name doesn't tell, there are no good images, the names of files or
@@ -216,9 +211,7 @@ def _masks_in(inner: Path) -> list[Path]:
 def _mask_places(inner: Path, masks: Sequence[Path]) -> Iterator[Path]:
     """Folders that may hold the masks of a folder of defects, the likeliest first.
 
-    Args:
-        inner: folder of defects, relative to the data set's.
-        masks: folders of masks, relative to the data set's.
+    All paths are relative to the data set's folder.
     """
     for mask in masks:
         if mask.parent in (inner, *inner.parents):
@@ -266,13 +259,13 @@ def recognise(
 
     Args:
         place: the folder or list, as a user named it.
-        layout: the layout that a user chose; None recognises it.
+        layout: the user's choice; None recognises it.
         ask: shows a question and returns a person's answer, or raises EOFError; None for nobody.
 
     Raises:
         DataError: the place doesn't exist, holds several data sets or no images, or its folders'
             names don't tell which images are good.
-        AnomalyError: the place's `~` stands for nobody's home folder.
+        AnomalyError: the place's `~` is nobody's home folder.
     """
     place = absolute(at_home(place))
     if not place.exists():
@@ -306,7 +299,7 @@ def _is_whole(place: Path) -> bool:
 
 
 def _check_whole(place: Path) -> None:
-    """Refuse a folder of several data sets, or a data set's part but `train` and good images."""
+    """Refuse a folder of several data sets, or a part of one other than `train` and good images."""
     if sets := [n for n in folders_in(place) if not split_of(n) and _is_whole(place / n)]:
         raise DataError(
             f"{place} holds several data sets: {some(sets, most=8)}; give one of them, e.g. "
@@ -326,13 +319,7 @@ def _recognise_by_names(
 ) -> Recognised:
     """The layout of a folder in which some folders' names say good or defective.
 
-    Args:
-        place: the folder.
-        labels: result of `labels_in`.
-        ask: as in `recognise`, for the other folders' labels.
-
-    Raises:
-        DataError: other folders' names don't tell, and there is no one to ask, or no answer.
+    A person is asked for other folders' labels; without an answer they are refused.
     """
     unclear = [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]
     published = {*labels_in(place, published=True).values()} if unclear else set()
@@ -366,11 +353,7 @@ def _answers(
 
 
 def _answer(folder: Path, ask: Callable[[str], str]) -> Label:
-    """Label of a folder, which a person is asked for; a word's beginning will do.
-
-    Raises:
-        DataError: there was no such answer.
-    """
+    """Label of a folder, which a person is asked for; a word's beginning will do."""
     answers = {"good": Label.GOOD, "defective": Label.DEFECTIVE, "out": Label.ASIDE}
     try:
         answer = ask(

@@ -113,14 +113,10 @@ def split_of(name: str) -> str:
 
 
 def defect_type_of(label: str, where: str) -> str:
-    """Defect type of a label in a list: `good` (also for none and `0`), or a kind of defect.
-
-    Args:
-        label: cell of the list; `1` is the kind `defect`.
-        where: list and line, for messages.
+    """Defect type: `good` for a label that is empty, `0` or good, `defect` for `1`, or the label.
 
     Raises:
-        DataError: the label doesn't say, or is contradictory.
+        DataError: the label doesn't say, or is contradictory; the message names `where` it is.
     """
     label = label.strip()
     if _ZERO.fullmatch(label):
@@ -165,7 +161,6 @@ def _kinds(name: str) -> set[str]:
 
 
 def _words(name: str) -> list[str]:
-    """The words of a name, in small letters."""
     return [word.casefold() for word in _WORD.findall(_unaccented(name))]
 
 
@@ -204,18 +199,10 @@ _UPLOADED = re.compile(r"[0-9a-f]{8}-")  # what Label Studio puts before a name
 
 
 def check_names(images: Sequence[Path], folder: Path, wanted: Label) -> None:
-    """Refuse images that a user gave as good, or as defective, where names contradict that.
+    """Refuse images in a folder if names contradict their wanted label, good or defective.
 
     Good images may lie in folders of good names, or of numbers, lots and cameras; where some lie in
     a folder that is named as good, all have to.
-
-    Args:
-        images: files in the folder.
-        folder: folder that the user gave.
-        wanted: label that the user gave, good or defective.
-
-    Raises:
-        DataError: the message names the first such folder, or the files.
     """
     top, holding = absolute(folder), {absolute(image.parent) for image in images}
     folders = {f for inner in holding for f in (inner, *inner.parents) if f.is_relative_to(top)}
@@ -238,11 +225,7 @@ def check_names(images: Sequence[Path], folder: Path, wanted: Label) -> None:
 
 
 def check_files(images: Sequence[Path], folder: Path, wanted: Label) -> None:
-    """Refuse images in a folder that the user wants good, or defective, but names call otherwise.
-
-    Raises:
-        DataError: the message names the files.
-    """
+    """Refuse images in a folder if their files' names contradict the wanted label."""
     named = by_file_names([path.stem for path in images])
     (contrary,) = CLEAR - {wanted}
     if others := [path.name for path in images if named[path.stem] is contrary]:
@@ -265,18 +248,11 @@ def undecided(folder: Path, names: Sequence[str], what: str = "folders") -> Data
 def check_annotations(good: Sequence[Path], folder: Path) -> None:
     """Refuse good images that text files beside them name: those may call them defective.
 
-    A file names images by its own name (`1.json`, empty or not) or in its text, whatever its
-    format. Names without a suffix count if they have letters; mere numbers if half of a folder's
-    images are named so.
-
-    Args:
-        good: images to be taken as good.
-        folder: the data set's folder.
-
-    Raises:
-        DataError: the message says which files name how many images.
+    A file names images by its own name (`1.json`, even empty) or in its text, whatever its format.
+    Names without a suffix count if they have letters; mere numbers if they name half of a folder's
+    images. `folder` is the data set's.
     """
-    # By folder and name without suffix.
+    # Images by their folder and their name without suffix, folded.
     by_folder: dict[Path, dict[str, set[Path]]] = {}
     for image in map(absolute, good):
         by_folder.setdefault(image.parent, {}).setdefault(folded(image.stem), set()).add(image)
@@ -302,11 +278,8 @@ def _texts_around(
 ) -> Iterator[Path]:
     """Text files in a folder of images, in those around it, and in folders of annotations there.
 
-    Args:
-        place: folder of images.
-        folder: the data set's folder. Outside of it only annotations count, and only where it is
-            named like images or a split, as `images/train` has `labels/train`.
-        listed: returns the entries of a folder.
+    Outside of the data set's folder only annotations count, and only where it is named like images
+    or a split, as `images/train` has `labels/train`. `listed` is `files_in` with a memory.
     """
     top = folder
     while _is_of_images(top) or _is_of_images(top.parent):
@@ -342,13 +315,7 @@ def files_in(folder: Path) -> list[Path]:
 def _named_by(
     text: Path, images: Mapping[str, set[Path]], mentions: Callable[[Path], set[str]]
 ) -> set[Path]:
-    """The images that a text file names.
-
-    Args:
-        text: the file.
-        images: a folder's images by their names without suffix, folded.
-        mentions: `_mentions`, which reads each file once.
-    """
+    """Images of a folder, by `_stem`, that a text file names; `mentions` returns its words."""
     if named := images.get(_stem(text.stem)):
         return named
     named, numbers = set[Path](), set[Path]()
@@ -382,7 +349,7 @@ def _mentions(file: Path) -> set[str]:
 
 
 def absolute(path: Path) -> Path:
-    """An absolute path without `..`, whose root is one slash (POSIX lets two be another root)."""
+    """An absolute path without `..`; its root is one slash (POSIX lets two be another)."""
     return Path(os.path.abspath(path).replace("//", "/"))  # noqa: PTH100, links stay
 
 

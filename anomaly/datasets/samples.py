@@ -44,13 +44,12 @@ class Sample:
     """One image of a data set.
 
     Attributes:
-        path: the image file; a mere name where the pixels are in memory.
+        path: the image file; a mere name for pixels in memory.
         name: its path relative to the data set's folder, with forward slashes.
-        defect_type: `good`, or the kind of defect (the name of its folder, or a list's label).
-        mask_path: the ground-truth mask, or a folder of masks that each hold a part of it; None
-            without.
-        group: name of the part that several images show; None where each image is a part.
-        image: the pixels, where they are in memory; None for a file.
+        defect_type: `good`, or the kind of defect (name of a folder, or a list's label).
+        mask_path: the mask, or a folder of masks that each hold a part of it; None without.
+        group: name of the part that several images show; None for a part of its own.
+        image: the pixels in memory; None for a file.
     """
 
     path: Path
@@ -74,7 +73,7 @@ class Sample:
 
     @property
     def part(self) -> str:
-        """Name that all views of one part share; the image's own where it is the only view."""
+        """Name that all views of one part share: the group's, or else the image's own."""
         return self.name if self.group is None else self.group
 
     @property
@@ -88,13 +87,12 @@ class Dataset:
     """Good images to learn from, and a test split that nothing is ever tuned on.
 
     Attributes:
-        folder: the data set's folder, or its list of images.
+        folder: the data set's folder or list.
         train: good images.
         test: good and defective images.
-        validation: further good images, where the data set sets some apart: not learned from.
+        validation: further good images, not learned from.
         unused_masks: masks that belong to no image.
-        drawn: True if no folder or list names a split, so that `set_apart` drew the good test
-            images.
+        drawn: True if nothing names a split, so that `set_apart` drew the good test images.
     """
 
     folder: Path
@@ -133,14 +131,11 @@ class MaskError(DataError):
 
 
 def ground_truth(sample: Sample, size: tuple[int, int]) -> NDArray[np.bool_]:
-    """Ground truth of a sample: True where its masks mark a defect.
+    """Ground truth (H0, W0) of a sample: True where its masks, if any, mark a defect.
 
     Args:
         sample: a good image, or a defect with a mask.
         size: (H0, W0) of its image.
-
-    Returns:
-        (H0, W0); all False for an image without a mask.
 
     Raises:
         MaskError: a mask has another size than its image; masks mark nearly all of a defective
@@ -184,9 +179,7 @@ def ground_truth(sample: Sample, size: tuple[int, int]) -> NDArray[np.bool_]:
 def maybe_turned(sample: Sample, image: Image) -> str:
     """A warning that a mask may not be turned as its image is; empty where there is no doubt.
 
-    Args:
-        sample: its mask, if it has one, can be read and has the size of its image.
-        image: its image.
+    The mask, if there is one, has passed `ground_truth`.
     """
     height, width = image.size
     # Where the sides are swapped, a mask that isn't turned has another size.
@@ -203,7 +196,6 @@ def maybe_turned(sample: Sample, image: Image) -> str:
 
 
 def _mask_files(mask: Path) -> list[Path]:
-    """A mask's file, or the files of a folder of masks."""
     return list_images(mask) if is_folder(mask) else [mask]
 
 
@@ -228,25 +220,22 @@ def set_apart(good: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
         return zlib.crc32(part.encode("utf-8", "surrogateescape")), part
 
     views = Counter(sample.part for sample in good)
-    test = set[str]()  # parts
+    drawn = set[str]()
     remaining = len(good) // _TEST_SHARE
     for part in sorted(views, key=order):
         if views[part] <= remaining:
-            test.add(part)
+            drawn.add(part)
             remaining -= views[part]
-    return [s for s in good if s.part not in test], [s for s in good if s.part in test]
+    return [s for s in good if s.part not in drawn], [s for s in good if s.part in drawn]
 
 
 def in_splits(where: Path, samples: Sequence[tuple[str, Sample]], hint: str) -> Dataset:
-    """A data set of samples; `set_apart` draws good ones without a split, defects without one test.
+    """A data set of samples, each with the name of its split, which may be empty.
 
-    Args:
-        where: the data set's folder or list.
-        samples: the name of the split, which may be empty, and the sample.
-        hint: remedy where there is nothing to learn from, for the message.
+    Of those without a split, `set_apart` draws the good ones, and defects test.
 
     Raises:
-        DataError: there is no sample to learn from.
+        DataError: there is no sample to learn from; the message ends with `hint`.
     """
     train, validation, test = ([s for n, s in samples if n == split] for split in SPLITS)
     undecided = [s for n, s in samples if not n]
@@ -267,16 +256,12 @@ _MASK_NAME = re.compile(rf"(?:{_MASK_WORDS})[-_. ](.+)|(.+?)[-_. ](?:{_MASK_WORD
 
 
 class Masks:
-    """Search for images' masks by names; capitals and forms of Unicode don't matter.
-
-    Args:
-        files: all pictures of a data set.
-    """
+    """Search for images' masks among all pictures of a data set, by folded names."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._owners: dict[Path, Path] = {}  # images by their masks
-        # Files and folders by folder and name, without suffix and folded: their own name (False),
-        # or that of the image whose mask they are by their name (True).
+        # Files and folders by folder and folded name: their own (False), or that of the image whose
+        # mask they are by their name (True).
         self._named = defaultdict[tuple[str, str, bool], list[Path]](list)
         for entry in dict.fromkeys(entry for file in files for entry in (file, file.parent)):
             folder, stem = folded(str(entry.parent)), _stem(entry)
@@ -286,10 +271,8 @@ class Masks:
     def of(self, image: Path, folders: Iterable[Path]) -> Path | None:
         """The mask of an image `1.jpg`: `1_mask.png` or similar, `1.png` or a folder `1`; or None.
 
-        Args:
-            image: the image's file.
-            folders: folders that may hold the mask, the likeliest first. The image's own folder
-                comes last, and there only names such as `1_mask.png` count.
+        The given folders are searched in their order, and then the image's own, where only names
+        such as `1_mask.png` count.
 
         Raises:
             DataError: another image has this mask.
@@ -313,7 +296,7 @@ class Masks:
         yield from filter(_lossless, self._named[beside, stem, True])
 
     def has(self, file: Path) -> bool:
-        """True if `of` has returned this file, or a folder that it is in, as some image's mask."""
+        """True if `of` has found this file, or a folder that it is in, to be an image's mask."""
         return not self._owners.keys().isdisjoint((file, *file.parents))
 
 
@@ -370,13 +353,9 @@ _NEAR = 0.6
 
 
 def frames(looks: Mapping[int, Look]) -> dict[int, int]:
-    """Groups of images that show one frame, apart from noise and compression.
+    """For each image, by number, the lowest number among the images of its frame.
 
-    Args:
-        looks: the images' looks by their numbers.
-
-    Returns:
-        By image, the lowest number in its group.
+    Images are of one frame if they differ by noise and compression alone.
     """
     if not looks:
         return {}
@@ -402,13 +381,9 @@ def frames(looks: Mapping[int, Look]) -> dict[int, int]:
 
 
 def near_copies(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str:
-    """A warning that counts training images which are near copies of others; empty without any.
+    """A warning that counts near copies among training images; empty without any.
 
-    Exact copies aren't counted.
-
-    Args:
-        samples: training images by their numbers.
-        looks: the images' looks by the same numbers.
+    Samples and looks have the same numbers. Exact copies aren't counted.
     """
     shown = frames(looks)
     pictures: dict[int, dict[str, int]] = {}

@@ -56,10 +56,10 @@ class Evaluation:
 
     Attributes:
         name: name of the model.
-        scored: every test image, in the data set's order.
+        scored: every test image, in the order given.
         metrics: image and pixel figures; a None has its reason.
         intervals: 95 % confidence intervals of the image figures, by name.
-        by_type: each type of defect's figures against all good images.
+        by_type: figures of each type of defect against all good images.
         thresholds: the model's own; None where it has none.
         n_threshold_images: number of test images that the thresholds were chosen with.
         n_settings_images: number of test images that the settings were chosen with (tune).
@@ -76,7 +76,7 @@ class Evaluation:
 
     @property
     def usable(self) -> list[tuple[Scored, float]]:
-        """Images that have a score, each with its score."""
+        """Images that have a score, with it, in the order of `scored`."""
         return [(row, row.score) for row in self.scored if row.score is not None]
 
     @property
@@ -119,8 +119,8 @@ def score_test_split(
         visit: called with each scored image's prediction and mask, which aren't kept here.
 
     Raises:
-        DataError: there are no images, a picture is good and defective at once, or a mask
-            contradicts its image.
+        DataError: there are no images, a picture is good and defective at once, here or as a
+            training image, or a mask contradicts its image.
     """
     if not samples:
         raise DataError("the test split is empty: there is nothing to evaluate")
@@ -188,13 +188,13 @@ def _evaluation(model: Model, rows: tuple[Scored, ...], pixel_metrics: Metrics) 
 
 
 def width_of(mask: Mask) -> float:
-    """Largest width of a defect, in pixels of its mask (H, W)."""
+    """Width of the widest place that a mask (H, W) marks, in its pixels; 0 if it is empty."""
     # Twice the distance from the pixel that is farthest from the defect's edge.
     return 2 * float(cv2.distanceTransform(mask.astype(np.uint8), cv2.DIST_L2, 3).max())
 
 
 def _learned_as_good(sample: Sample, name: str) -> DataError:
-    """The error of a defect that is also the training image of this name."""
+    """The error of a defect whose file is also the training image of this name."""
     return DataError(
         f"{sample.path} is labelled as a defect ({sample.defect_type}), but the model has learned "
         f"that it is good, as {name}. If it is a defect, remove it from the training images and "
@@ -223,7 +223,7 @@ def _mask(sample: Sample, size: tuple[int, int]) -> Mask | None:
 def images_to_test(
     model: Model, good: Sequence[Path] = (), defects: Sequence[Path] = ()
 ) -> tuple[Sequence[Sample], str]:
-    """Test images: of given folders without the training images, else of the model's data set.
+    """Test images: of given folders, without the training images; or of the model's data set.
 
     Args:
         model: the trained model.
@@ -231,10 +231,10 @@ def images_to_test(
         defects: folders of defects, whose subfolders name the types.
 
     Returns:
-        The images, and their folders as text for people.
+        The images, and their folders (or list) as text for people.
 
     Raises:
-        DataError: there are no test images, or no record says where the data set is.
+        DataError: there are no test images, or the data set isn't found or can't be used.
     """
     if good or defects:
         samples: Sequence[Sample] = not_learned(model, open_test_images(good, defects))
@@ -258,12 +258,9 @@ def tested_split(dataset: Dataset) -> Sequence[Sample]:
 
 
 def not_learned(model: Model, given: Sequence[Sample]) -> list[Sample]:
-    """Images without the model's training images, which a warning counts.
+    """The given images without good ones that the model has learned from; a warning counts those.
 
-    Args:
-        model: the trained model.
-        given: images of the user. Unreadable files, and defects that the model has learned as
-            good, stay: the evaluation reports them.
+    Unreadable files, and defects that it has learned as good, stay: the evaluation reports them.
 
     Raises:
         DataError: the model has learned from all images.
@@ -283,7 +280,7 @@ def dataset_of(model: Model) -> Dataset:
     """The data set that a model was trained on.
 
     Raises:
-        DataError: the data set is missing, or no record says where it is.
+        DataError: the model isn't saved, or the data set isn't found or can't be used.
     """
     if model.folder is None:
         raise DataError("the model isn't saved, so it has no data set; give images")
@@ -291,7 +288,7 @@ def dataset_of(model: Model) -> Dataset:
 
 
 class TrainingImages:
-    """Search for a model's training images in its data set and in folders, known by their content.
+    """Search for a model's training images, by content, in its data set and in folders.
 
     Args:
         model: the trained model.

@@ -1,4 +1,4 @@
-"""Figures that say if scores tell good from defective, of images and of pixels.
+"""Figures of images and of pixels: how well scores tell good from defective.
 
 An image or pixel counts as flagged when its score is *greater than* the threshold, here and
 everywhere else. Metrics only measure; no threshold in use is ever taken from them. Curves are
@@ -91,10 +91,10 @@ class _Roc:
         return float(_area(false, recalls)) / limit
 
 
-def _precision(
+def _ap_and_f1(
     labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None
 ) -> tuple[float, float]:
-    """Average precision, and the highest F1 of any threshold.
+    """Average precision, and the highest F1 of any threshold; both in [0, 1].
 
     Args:
         labels: (n,) bool, True for what is defective.
@@ -136,8 +136,8 @@ def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
 
     Returns:
         `image_auroc`, `image_ap`, `image_f1_max`, `recall_at_frr_0.01` and `recall_at_frr_0.05`,
-        each in [0, 1]. All are undefined without good images: precision would be 1 whatever the
-        scores.
+        each in [0, 1]. All are undefined without defective images, and without good ones:
+        precision would be 1 whatever the scores.
     """
     values, defective = _arrays(scores, labels)
     if not defective.any():
@@ -145,7 +145,7 @@ def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
     if defective.all():
         return Metrics.undefined(_IMAGE_NAMES, NO_GOOD)
     roc = _Roc.of(defective, values)
-    figures = [roc.area(), *_precision(defective, values), *map(roc.recall, FALSE_REJECT_RATES)]
+    figures = [roc.area(), *_ap_and_f1(defective, values), *map(roc.recall, FALSE_REJECT_RATES)]
     return Metrics(dict(zip(_IMAGE_NAMES, figures, strict=True)))
 
 
@@ -224,9 +224,9 @@ def _drawn_figures(weights: Floats, best: int, count: int, rng: np.random.Genera
 
     Args:
         weights: (2, K) numbers of good and defective images at each score, highest score first.
-        best: number of scores above the threshold with the data's best F1. Its lower end is taken
-            there: a second maximum, over the draw, would choose by chance once more.
-        count: draws.
+        best: number of distinct scores above the threshold with the data's best F1. The lower end
+            of F1 is taken there: a maximum over each draw would choose by chance once more.
+        count: number of draws.
         rng: source of the draws.
     """
     (good, good_rest), (defect, defect_rest) = (_pieces(row, count, rng) for row in weights)
@@ -256,15 +256,12 @@ def _drawn_figures(weights: Floats, best: int, count: int, rng: np.random.Genera
 
 
 def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """Random weights of K scores, and of the piece beyond the last score.
+    """Random weights of K scores (count, K), and of the piece beyond the last score (count, 1).
 
     Args:
-        weights: (K,) numbers of images at each score; each draw's weights have the same sum.
-        count: draws.
+        weights: (K,) numbers of images at each score; the weights of each draw have their sum.
+        count: number of draws.
         rng: source of the draws.
-
-    Returns:
-        (count, K), (count, 1).
     """
     pieces = rng.standard_gamma(np.append(weights, 1.0), size=(count, len(weights) + 1))
     pieces *= weights.sum() / pieces.sum(axis=1, keepdims=True)
@@ -371,7 +368,7 @@ class ScoreHistogram:
 
         Args:
             scores: (n,) finite.
-            weights: by histogram, the weights (n,) of the scores; None weighs each 1.
+            weights: by row of a histogram, the weights (n,) of the scores; None weighs each 1.
         """
         if not len(scores):
             return
@@ -411,7 +408,7 @@ class ScoreHistogram:
 
 
 def _ordered_keys(scores: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Integers that order like the scores (n,); both zeros get the same."""
+    """Integers (n,) that order like finite scores (n,); both zeros get the same."""
     # Adding 0 turns -0.0 into 0.0. Bits of floats order like integers, of negative ones backwards.
     bits = (scores + np.float32(0)).view(np.uint32)
     return np.where(bits & _SIGN, ~bits, bits | _SIGN)
@@ -425,7 +422,7 @@ def _scores_of(keys: NDArray[np.uint64]) -> Floats:
 
 
 # Three histograms: a defect-free pixel weighs 1 in the first. A defect pixel weighs 1 in the second
-# and, so that all defect regions weigh alike, 1 / (pixels of its region) in the third.
+# and, so that all regions weigh alike, 1 / (inspected pixels of its region) in the third.
 _GOOD, _DEFECT, _REGION = range(3)
 _PIXEL_NAMES = ("pixel_auroc", "pixel_ap", "pixel_f1_max", "aupro_30", "aupro_05")
 _LOST = "lost_defect_share"
@@ -492,7 +489,7 @@ class PixelAccumulator:
         of_regions = _Roc.of(labels, values, np.concatenate([good, region]))
         figures = [
             _Roc.of(labels, values, of_pixels).area(),
-            *_precision(labels, values, of_pixels),
+            *_ap_and_f1(labels, values, of_pixels),
             of_regions.area(0.30),
             of_regions.area(0.05),
         ]
