@@ -54,7 +54,7 @@ def run_serve(options: argparse.Namespace) -> int:
         raise AnomalyError(f"--keep-pictures is {options.keep_pictures}; it must be 0 or more")
     token = _token(options)
     record, sinks = _record(options), _sinks(options)
-    folders = named(find_models(options.models))
+    folders = served_names(find_models(options.models))
     with locked_file(record), Stopping(then="send parts without an answer again") as stop:
         # Exported models need no torch; each model's errors are logged once it is loaded.
         exported = any((folder / EXPORT).exists() for folder in folders.values())
@@ -74,8 +74,9 @@ def run_serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def named(folders: Mapping[str, Path]) -> dict[str, Path]:
-    """Model folders by the names in routes, rows and pages, which are valid text."""
+def served_names(folders: Mapping[str, Path]) -> dict[str, Path]:
+    """Model folders by their names in routes, rows and pages, which are valid text."""
+    # Backslashes are doubled, so that no name equals another one with escapes.
     return {visible(name.replace("\\", "\\\\")): folder for name, folder in folders.items()}
 
 
@@ -106,7 +107,7 @@ def _token(options: argparse.Namespace) -> str:
 
 
 def _sinks(options: argparse.Namespace) -> list[Sink]:
-    """The receivers; an address in the environment is kept off the command line."""
+    """Receivers of results; an address in the environment is hidden from lists of processes."""
     webhook = options.webhook or os.environ.get("ANOMALY_WEBHOOK", "").strip()
     mqtt = options.mqtt or os.environ.get("ANOMALY_MQTT", "").strip()
     sinks: list[Sink] = [Webhook(webhook)] if webhook else []
@@ -131,7 +132,7 @@ def run_deploy(options: argparse.Namespace) -> int:
         raise AnomalyError("give either --model, the new version, or --back")
     line = options.to / "model"
     folder = earlier(options.to) / "model" if options.back else find_model(options.model)
-    if holds(line, folder):
+    if same_model(line, folder):
         print(f"{options.to} holds this model already; nothing was changed")
         return 0
     model = load_model(folder)
@@ -150,11 +151,9 @@ def run_deploy(options: argparse.Namespace) -> int:
 
 
 def _doubts(model: Model, line: Path) -> list[str]:
-    """Reasons that a person has to agree to a new version, whose changes are printed.
+    """Print what a new version changes; returns the reasons why a person has to agree to it.
 
-    Args:
-        model: the new version.
-        line: the model folder to be replaced.
+    `line` is the model folder to be replaced.
     """
     try:
         before = load_model(line, model.device)
@@ -173,12 +172,8 @@ def deploy(new: Path, run: Path, kind: str = _EARLIER) -> None:
     """Copy a model into a run, which keeps its previous version.
 
     Golden parts and the facts of the training, above all the data set, are copied as well, and
-    missed defects of the previous version are kept.
-
-    Args:
-        new: the model folder.
-        run: the run; created if missing.
-        kind: name of the run's folder for its previous version.
+    missed defects of the previous version are kept. The run is created if missing; its folder
+    `kind` takes the previous version.
 
     Raises:
         OutputError: the run can't be written, or is a model folder or a folder of runs.
@@ -226,29 +221,28 @@ def back(run: Path) -> None:
 
 
 def _id(run: Path) -> str:
-    """The id of a run's model; empty without a model."""
     model = run / "model"
     return model_id(model) if (model / MANIFEST).is_file() else ""
 
 
-def holds(old: Path, new: Path) -> bool:
-    """True if two model folders hold the same model, exported to the same engine if at all."""
+def same_model(old: Path, new: Path) -> bool:
+    """True if two model folders hold the same model, exported to the same engine or not at all."""
     return _seals(old) == _seals(new)
 
 
 def _seals(model: Path) -> list[bytes]:
-    """Manifest and facts of the export of a model folder; empty where there is none."""
+    """Bytes of a model folder's manifest and of its export's facts; empty for a missing file."""
     files = (model / MANIFEST, model / EXPORT)
     return [file.read_bytes() if file.is_file() else b"" for file in files]
 
 
 def _kept(run: Path, kind: str) -> list[Path]:
-    """Folders of a kind of versions, the oldest first."""
+    """A run's versions of a kind, which names their folder; the oldest first."""
     return sorted(version for version in (run / kind).glob("*") if version.is_dir())
 
 
 def _numbered(run: Path, kind: str) -> Path:
-    """The path for the version in use, numbered after all others of its kind."""
+    """The path that is to keep the version in use, numbered after all others of its kind."""
     kept = _kept(run, kind)
     last = int(kept[-1].name.partition("-")[0]) if kept else 0
     return run / kind / f"{last + 1:03}-{_id(run)}"

@@ -51,7 +51,6 @@ class Level:
     """A score level with the share of parts expected above it.
 
     Attributes:
-        name: the level's name for people.
         value: the score.
         promised: largest share of parts above the level that is no news.
         limit: the cumulative sum that raises the alarm.
@@ -64,14 +63,20 @@ class Level:
 
 
 def gains(promised: float) -> tuple[float, float]:
-    """Increments of the sum for a part below and above the level, tuned to twice the odds."""
+    """Increments of the sum for a part below and above the level.
+
+    They are log-likelihood ratios: twice the promised odds against these odds.
+    """
     after = 2 * promised / (1 + promised)
     return math.log((1 - after) / (1 - promised)), math.log(after / promised)
 
 
 @lru_cache(maxsize=64)
 def limit_of(promised: float, chance: float) -> float:
-    """The alarm limit: the sum that `HORIZON` normal parts reach with this chance at most."""
+    """The alarm limit: the sum that `HORIZON` normal parts reach with this chance at most.
+
+    `promised` is the chance that a normal part lies above the level.
+    """
     down, up = gains(promised)
     # By Ville's inequality the likelihood ratio since any one part exceeds HORIZON / chance with a
     # probability of chance / HORIZON at most.
@@ -93,7 +98,7 @@ def limit_of(promised: float, chance: float) -> float:
 
 
 def _reached(promised: float, cells: int, steps: int, jump: int) -> float:
-    """The chance that the sum, in cells, reaches `cells` within `HORIZON` parts.
+    """The chance that the sum, which never falls below 0, reaches `cells` in `HORIZON` parts.
 
     Args:
         promised: chance that a part lies above the level.
@@ -117,8 +122,7 @@ class Watched:
     """A level with its cumulative sum.
 
     Attributes:
-        level: the level.
-        sum: the cumulative sum after the latest part.
+        sum: the cumulative sum after the latest part; never below 0.
         above: number of parts above the level.
         alarm: index of the part that has raised the alarm; None without an alarm.
         since: index of the part at which the sum began to rise from 0.
@@ -134,19 +138,19 @@ class Watched:
     _latest: float = _ALIKE
     _blocks: list[int] = field(default_factory=list)  # parts above the level in each
 
-    def add(self, value: float, number: int) -> None:
-        """Count the part of index `number`, with its image score."""
-        above = bool(value > self.level.value)
+    def add(self, score: float, index: int) -> None:
+        """Count a part, by its image score and its index in the stream."""
+        above = bool(score > self.level.value)
         self.above += above
         if self.sum == 0.0 and self.alarm is None:
             # Kept while the sum rises, so that a drift isn't taken for likeness of neighbours.
-            self.since, self.alike = number, self._latest
+            self.since, self.alike = index, self._latest
         self.sum = max(0.0, self.sum + gains(self.level.promised)[above])
         if self.alarm is None and self.sum >= self.level.limit * self.alike:
-            self.alarm = number
-        if (number + 1) % _BLOCK == 0:
+            self.alarm = index
+        if (index + 1) % _BLOCK == 0:
             self._blocks.append(self.above - sum(self._blocks))
-            share, blocks = self.above / (number + 1), len(self._blocks)
+            share, blocks = self.above / (index + 1), len(self._blocks)
             if 0 < share < 1:
                 # The design effect, drawn towards _ALIKE while there are few blocks.
                 effects = blocks * np.var(self._blocks) / (_BLOCK * share * (1 - share))
@@ -155,7 +159,7 @@ class Watched:
 
 
 def levels_of(thresholds: Thresholds) -> list[Level]:
-    """The levels to watch for thresholds, the highest first; without those that can't alarm."""
+    """The levels to watch, the highest first; without those that can't raise an alarm."""
     good = np.sort(np.array(thresholds.good.image))
     values = {
         "median": float(np.quantile(good, 0.5, method="higher")),
@@ -182,7 +186,6 @@ class Promise:
 
     Attributes:
         rates: false-reject rates of the thresholds.
-        levels: the levels to watch.
         same_scores: ids of the version and of others that differ by their thresholds alone.
         caught: share of known defects that are caught; None if unknown.
     """
@@ -208,18 +211,14 @@ class Drift:
     Args:
         levels: the levels to watch, see `levels_of`.
         scores: image scores of the parts, in their order.
-
-    Attributes:
-        watched: the levels with their sums.
-        parts: number of parts.
     """
 
     def __init__(self, levels: Sequence[Level], scores: Sequence[float] = ()) -> None:
         self.watched = [Watched(level) for level in levels]
         self.parts = len(scores)
         for watched in self.watched:
-            for number, score in enumerate(scores):
-                watched.add(score, number)
+            for index, score in enumerate(scores):
+                watched.add(score, index)
 
     @property
     def alarm(self) -> Watched | None:
@@ -242,7 +241,10 @@ class Drift:
         return lines
 
     def flagged(self, review: Threshold) -> Comparison:
-        """The share of flagged parts against the promise, if the threshold is a level."""
+        """The share of flagged parts against the promise; `as promised` for an unwatched threshold.
+
+        Parts that resemble each other count as fewer, independent ones.
+        """
         for watched in self.watched:
             if watched.level.value == review.value:
                 above, parts = (round(n / watched.alike) for n in (watched.above, self.parts))
@@ -250,8 +252,6 @@ class Drift:
         return "as promised"
 
 
-# Images that people have called defects are left out, however often they were scored. Views of one
-# part count once.
 _SCORES = f"""
 SELECT MIN (id), MAX (score) FROM (
     SELECT id, score, NULLIF (json_extract (line, '$.group'), '') AS views FROM parts
@@ -271,11 +271,9 @@ def scores_of(
 ) -> list[float]:
     """Scores of recorded parts that were judged by their score, in the order of the parts.
 
-    Args:
-        db: a record, opened by `open_to_read`.
-        model_ids: ids of the models.
-        condition: an SQL condition for the parts.
-        most: largest number of scores; the newest count.
+    Of a part's views the highest score counts; images that people have called defects don't.
+    `condition` is SQL about `parts`. Of each model the newest `most` images count, and of all
+    scores the newest `most`.
     """
     query = _SCORES.format(condition=condition)
     rows = [row for model in model_ids for row in db.execute(query, (model, most))]
@@ -283,12 +281,7 @@ def scores_of(
 
 
 class RecordedDrift:
-    """Drift of one model's parts in a growing record. Threads may share it.
-
-    Args:
-        promise: the promise of the model's thresholds.
-        review: the review threshold.
-    """
+    """Drift of one model's parts in a growing record. Threads may share it."""
 
     def __init__(self, promise: Promise, review: Threshold) -> None:
         self.promise, self.review = promise, review
@@ -297,7 +290,7 @@ class RecordedDrift:
         self._lock = threading.Lock()
 
     def look(self, record: Path) -> Drift:
-        """The drift of a record's newest parts; the last result while it can't be read."""
+        """The drift of a record's newest `HORIZON` parts; the last one while it can't be read."""
         with self._lock, suppress(DataError), open_to_read(record) as db:
             db.execute("BEGIN")
             newest = db.execute(_NEWEST).fetchone()

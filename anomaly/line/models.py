@@ -56,7 +56,6 @@ class Version:
     """A model that has passed its checks, with what the service keeps beside it.
 
     Attributes:
-        model: the model.
         checked: a sentence about the checks.
         decoders: processes that decode and draw.
         drift: drift of the scores, with the promise; None without thresholds.
@@ -101,10 +100,7 @@ class ModelSlot:
 
     Args:
         name: the model's name in the service.
-        folder: the model folder.
-        record: takes the results.
-        device: the device that the network runs on.
-        publish: called with number and result of each part that was recorded, in order.
+        publish: called with number and result of each part once it is recorded.
 
     Attributes:
         version: the version in use; None until one has passed its checks.
@@ -210,7 +206,8 @@ class ModelSlot:
             wanted: `heatmap`, `mask` or `regions`, to be answered beside the row.
 
         Returns:
-            The answer: the row, its number in the record (`id`), and what is wanted.
+            The answer: the row, its number in the record (`id`), and what is wanted; or an
+            `AnomalyError`: the service has ended, or the part can't be recorded.
 
         Raises:
             AnomalyError: too many parts are waiting, or the model can't be used.
@@ -227,7 +224,6 @@ class ModelSlot:
         return part.done
 
     def _begin(self) -> None:
-        """Have parts decoded, in order."""
         with self._lock:
             # Images in tiles stay in memory whole until they are scored, so only a few at a time.
             for place, part in enumerate(self._parts.values()):
@@ -239,7 +235,7 @@ class ModelSlot:
 
     def _on_decoded(self, part: _Part, future: Future[NetworkInput | UnusableImage]) -> None:
         """Hand a decoded part to the model's thread."""
-        if not future.cancelled():
+        if not future.cancelled():  # by `refuse_waiting`
             self._decoded.put(part)
 
     def refuse_waiting(self, reason: str) -> int:
@@ -268,13 +264,13 @@ class ModelSlot:
         """Score parts, and have them drawn and recorded."""
         unscored = {part.index: part for part in parts}
 
-        def draw(prediction: Prediction) -> tuple[bytes, Set[str], str]:
+        def to_draw(prediction: Prediction) -> tuple[bytes, Set[str], str]:  # see `Pipeline`
             part = unscored[prediction.index]
             return part.data, {"small", *part.wanted}, ""
 
         # Every thread gets a batch, even a small one.
         share = min(version.model.batch_size, -(-len(parts) // get_threads()))
-        pipeline = Pipeline(version.model, version.decoders, draw)
+        pipeline = Pipeline(version.model, version.decoders, to_draw)
         try:
             loaded = (part.decoding.result() for part in parts if part.decoding)
             for result, pictures in chain.from_iterable(pipeline.run(loaded, share)):
@@ -303,7 +299,6 @@ class ModelSlot:
             self._put(part, result, pictures)
 
     def _put(self, part: _Part, result: Prediction | UnusableImage, pictures: Pictures) -> None:
-        """Have a part recorded."""
         row = row_of(result, part.version.model, part.name, part.begun)
         small = pictures.small.photo if pictures.small else b""
         answer = Answer(self.name, row, part.data, small)
@@ -362,12 +357,8 @@ class ModelSlot:
 def check(model: Model, folder: Path) -> str:
     """Check a model's golden parts, if there are any; loading it has checked its files.
 
-    Args:
-        model: the model.
-        folder: the folder that the model was loaded from.
-
     Returns:
-        A sentence about what was checked.
+        What was checked, for people.
 
     Raises:
         ModelError: a score or a verdict differs from the record.
@@ -390,12 +381,12 @@ def check(model: Model, folder: Path) -> str:
 
 
 def stamp_of(folder: Path) -> tuple[object, ...]:
-    """Paths, times, sizes and inodes of a model's files and golden parts.
+    """Paths, times, sizes and inodes of a model's files and golden parts, which any write changes.
 
-    Two stamps differ if a file was written in between.
+    Empty while the folder is missing or changing.
     """
     golden = folder.parent / "golden" if folder.name == "model" else folder / "golden"
-    with suppress(OSError):  # a folder that is being replaced right now is like an empty one
+    with suppress(OSError):
         files = [file for place in (folder, golden) for file in sorted(place.rglob("*"))]
         entries = [(file, file.stat()) for file in files]
         return tuple((str(file), e.st_mtime_ns, e.st_size, e.st_ino) for file, e in entries)

@@ -99,7 +99,7 @@ class Answer:
     Attributes:
         model: the model's name in the service.
         row: the result, as `infer` writes it.
-        file: the image file's bytes.
+        file: the image file.
         heatmap: the heatmap as a JPEG of reduced size; empty if the image wasn't scored.
     """
 
@@ -117,8 +117,9 @@ class Record:
     Args:
         file: created if missing.
         goods: share of good parts whose picture is kept, drawn by their numbers; pictures of
-            judged and of flagged parts are always kept.
-        megabytes: limit for all pictures; above it the oldest are deleted, good parts first.
+            judged and of flagged parts are kept in any case.
+        megabytes: limit for all pictures, in 10^6 bytes; above it pictures are deleted: first
+            those of drawn good parts, then others, the oldest first.
 
     Attributes:
         promises: promised rates by the model's id; recorded once the model has scored a part.
@@ -147,7 +148,7 @@ class Record:
             self._db.close()
 
     def trouble(self) -> str:
-        """The reason that the record can't be written, which is tried; empty if it can."""
+        """Try to write; returns the reason that the record can't be written, or nothing."""
         with suppress(OutputError), self.changing():
             pass
         return self._trouble
@@ -159,7 +160,7 @@ class Record:
             The number of each part.
 
         Raises:
-            OutputError: the disk is full; nothing was written.
+            OutputError: the record can't be written, as on a full disk.
         """
         with self._lock:
             self._needed = sum(len(answer.file) + len(answer.heatmap) for answer in answers)
@@ -178,7 +179,7 @@ class Record:
         line = json.dumps(asdict(row), allow_nan=False)
         added = db.execute("INSERT INTO parts (model, line) VALUES (?, ?)", (answer.model, line))
         number = added.lastrowid or 0
-        is_flagged = row.verdict != "good"
+        is_flagged = row.verdict != "good"  # also without a verdict
         is_drawn = random.Random(number).random() < self._goods
         if row.status == "ok" and (is_flagged or is_drawn):
             self._keep(db, number, is_flagged, answer.file, answer.heatmap)
@@ -187,7 +188,7 @@ class Record:
     def _keep(
         self, db: sqlite3.Connection, part: int, is_needed: bool, file: bytes, heatmap: bytes
     ) -> None:
-        """Keep a picture; until all fit, others are deleted: those not needed, then the oldest."""
+        """Keep a picture, and delete the oldest until all fit, those that aren't needed first."""
         db.execute(_KEEP, (part, is_needed, len(file) + len(heatmap), file, heatmap))
         while db.execute(_HELD).fetchone()[0] > self._most:
             db.execute(f"DELETE FROM pictures WHERE part = ({_OLDEST})")
@@ -202,20 +203,15 @@ class Record:
         note: str = "",
         picture: tuple[bytes, bytes] | None = None,
     ) -> None:
-        """Record a person's judgement of a part.
+        """Record the judgement that a person (`who`) has made of a part, by the part's number.
 
-        Args:
-            verdict: `good` or `defect`; empty to withdraw this person's last judgement.
-            who: name of the person.
-            part: the part's number.
-            defect_type: kind of defect.
-            note: free text.
-            picture: the part's image file and heatmap, to be kept if the record has none.
+        `verdict` is `good` or `defect`; an empty one withdraws this person's last judgement.
+        `picture` is the part's image file and heatmap, to be kept if the record has none.
 
         Raises:
             DataError: there is no such part, its image couldn't be read, or this person has no
                 judgement to withdraw.
-            OutputError: the disk is full.
+            OutputError: the record can't be written.
         """
         with self.changing() as db:
             row = db.execute("SELECT sha256, status FROM parts WHERE id = ?", (part,)).fetchone()
@@ -240,14 +236,9 @@ class Record:
         model: str = "",
         number: int | None = None,
     ) -> list[dict[str, Any]]:
-        """The newest parts, the newest first.
+        """At most `limit` parts, the newest first: those that fit all other arguments given.
 
-        Args:
-            before: only parts with a lower number.
-            verdict: only parts with this verdict.
-            limit: largest number of parts.
-            model: only parts of this model.
-            number: only this part.
+        `before` asks for lower numbers than itself, `number` for one part.
 
         Returns:
             Rows as of results.jsonl, with `id`, `model`, `picture` (whether there is one), and
@@ -266,7 +257,7 @@ class Record:
         return (rows[0][0] or None) if rows else None
 
     def counts(self, since: str, model: str = "") -> dict[str, int]:
-        """Number of parts by verdict, or by status if they couldn't be scored.
+        """Numbers of parts by verdict (or `no verdict`), by status if they couldn't be scored.
 
         Args:
             since: a time (ISO 8601, UTC).
@@ -284,15 +275,16 @@ class Record:
 
     @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: all its changes are written at its end, or none on an error."""
+        """A transaction: its changes are written at its end; none if that fails (`OutputError`)."""
         with self._lock, self._explained():
             self._check_place()
+            # A small change must not end the trouble of a part for which there is no room yet.
             if self._trouble and shutil.disk_usage(self.file.parent).free < self._needed:
                 raise OutputError(self._trouble)
             self._db.execute("BEGIN IMMEDIATE")
             with self._db:  # ends the transaction
                 yield self._db
-            self._check_place()
+            self._check_place()  # what went to a file that was just replaced is lost
             if self._trouble:
                 log.warning("%s can be written again", self.file)
             self._trouble = ""
@@ -322,7 +314,7 @@ class Record:
 
 
 def _opened(file: Path) -> sqlite3.Connection:
-    """A connection that writes to a record, which is made if missing."""
+    """A connection that writes to a record, which is made if missing; no other file is changed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):  # for owner and group; SQLite's logs get the same rights
         os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o640))
@@ -399,7 +391,7 @@ def _foreign(db: sqlite3.Connection) -> str:
 
 
 @cache
-def _own_tables() -> frozenset[tuple[str, ...]]:
+def _own_tables() -> frozenset[tuple[str, ...]]:  # type, name and SQL
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(_schema())
         return frozenset(db.execute(_TABLES))
@@ -422,7 +414,7 @@ def _places(file: Path) -> dict[str, tuple[int, int]]:
 
 
 def in_utc(moment: datetime) -> str:
-    """A time in the record's format; without a zone it is UTC already.
+    """A time in ISO 8601, in UTC and to the millisecond; without a zone it is UTC already.
 
     Raises:
         OverflowError: it lies outside the years 1 to 9999.
@@ -433,12 +425,10 @@ def in_utc(moment: datetime) -> str:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """Pictures of a record, written to files.
+    """Pictures of a record, written to files: good parts and defects by people's judgement.
 
     Attributes:
-        good: images that people have called good.
-        defects: images that people have called defects.
-        past: images of the newest parts that nobody has judged.
+        past: images of the newest parts that nobody has judged, 200 at most.
         lost: number of judged images whose picture isn't kept.
     """
 
@@ -451,13 +441,9 @@ class Confirmed:
 def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> Confirmed:
     """Write pictures of a record into a folder.
 
-    The newest judgement of an image counts. Parts of other models are left out.
-
-    Args:
-        record: the record of `serve`, which may be in use.
-        model_ids: ids of the model and of the models it was updated from.
-        folder: an empty folder; gets `past/` and, as a data set, `judged/good/` and
-            `judged/defect/<type>/`.
+    The newest judgement of an image counts. `model_ids` are those of a model and of the models
+    it was updated from; parts of others are left out. The folder, empty before, gets `past/` and,
+    as a data set, `judged/good/` and `judged/defect/<type>/`.
 
     Raises:
         DataError: the record can't be read, or holds nothing of these models.

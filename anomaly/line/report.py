@@ -70,7 +70,7 @@ class Period:
 
     @classmethod
     def of(cls, begin: str, end: str | None) -> Period:
-        """The period between two dates or times in ISO 8601; the last date belongs to it.
+        """From one date or time in ISO 8601 to another, by default now; a last date belongs to it.
 
         Raises:
             AnomalyError: a text is no time, or the first isn't before the second.
@@ -83,7 +83,7 @@ class Period:
 
     @property
     def before(self) -> Period:
-        """The previous period of the same length; before whole days, as many whole days."""
+        """The previous period: as many days if both ends have one time of day, else as long."""
         begin, end = (at.replace(tzinfo=None) for at in (self.begin, self.end))
         if begin.time() != end.time() or begin == end:
             return Period(self.begin - (self.end - self.begin), self.begin)
@@ -91,7 +91,7 @@ class Period:
 
     @property
     def zone(self) -> str:
-        """The local time zone: `CET (UTC+01:00)`."""
+        """The local time zone, `CET (UTC+01:00)`; two where clocks change in between."""
         names = [f"{at.tzname()} (UTC{at.isoformat()[-6:]})" for at in (self.begin, self.end)]
         return " to ".join(dict.fromkeys(names))
 
@@ -105,7 +105,7 @@ class Period:
 
 
 def _moment(text: str, option: str, through: timedelta = timedelta()) -> datetime:
-    """The time that an option gives; for a date, its midnight plus `through`."""
+    """The time that an option gives (years 2000 to 2999); for a date, midnight plus `through`."""
     try:
         moment = datetime.fromisoformat(text)
         if not 2000 <= moment.year < 3000:
@@ -119,14 +119,11 @@ def _moment(text: str, option: str, through: timedelta = timedelta()) -> datetim
 
 
 @contextmanager
-def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
+def report_views(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
     """A connection to a record, with the tables and views of assets/report.sql.
 
-    The newest judgement of an image counts, even one after the period.
-
-    Args:
-        record: the record of `serve`, which may be in use, or results.jsonl.
-        period: the period; the previous one is included, too.
+    They hold the period and the one before. The newest judgement of an image counts, even one
+    after the period. `record` is that of `serve`, which may be in use, or results.jsonl.
 
     Raises:
         DataError: the file doesn't exist, or isn't a record.
@@ -149,16 +146,16 @@ def report(
 ) -> tuple[dict[str, str], bool]:
     """A report of a period.
 
-    Args:
-        record: as for `parts_of`.
-        period: the period.
-        prices: numbers by the names in `_PRICES`, and the `currency`.
-        more: promises that the record doesn't hold.
+    `prices` are numbers by the names in `_PRICES`, and the `currency`; `more` are promises that
+    the record doesn't hold.
 
     Returns:
         Texts of the report's files by name; whether a model's scores have drifted.
+
+    Raises:
+        DataError: the record can't be read.
     """
-    with parts_of(record, period) as db:
+    with report_views(record, period) as db:
         lines = db.execute("SELECT model_id, line FROM promises")
         known = {version: checked(from_json(line), Promise, record) for version, line in lines}
         promises = known | dict(more or {})
@@ -188,12 +185,13 @@ def report(
 
 
 def _tables(db: sqlite3.Connection, promises: _Promises) -> dict[str, _Table]:
-    """The report's tables by name; None in a cell where it is empty."""
+    """The report's tables by name; None is an empty cell."""
     titles, outcomes = _select(db, "yields")
     yields = [[name, _UNKNOWN.get(name) if n is None else n, *rest] for name, n, *rest in outcomes]
     scored = db.execute("SELECT * FROM promised")
     promised = [row for parts in scored for row in _promised(promises, *parts)]
     columns, rows = _select(db, "versions")
+    # The last two columns, verdicts that people agree with and all judged ones, become a rate.
     versions = [[*row, rate_of(right, n, right / n) if n else None] for *row, right, n in rows]
     return {
         "yield": (titles, yields),
@@ -215,7 +213,10 @@ def _select(db: sqlite3.Connection, view: str) -> tuple[list[str], list[Any]]:
 def _promised(
     promises: _Promises, model: str, version: str, parts: int, *counts: Any
 ) -> Iterator[list[_Cell]]:
-    """Rows about a version's promise: parts flagged, good parts rejected, defects missed."""
+    """Rows about a version's promise: parts flagged, good parts rejected, defects missed.
+
+    The arguments from `model` on are a row of the view `promised`.
+    """
     flagged, false_rejects, defects, escapes = counts
     name = f"{model} {version}"
     if (promise := promises.get(version)) is None:
@@ -234,7 +235,7 @@ def _promised(
 
 
 def _compared(threshold: str, count: int, parts: int, rate: Rate) -> str:
-    """The share of parts above a threshold against its promise."""
+    """The share of parts above a threshold against its promise, in words."""
     if parts < LEAST_PARTS:
         return f"unknown: fewer than {LEAST_PARTS} parts"
     compared = compare_flagged(count, parts, rate)
@@ -243,7 +244,10 @@ def _compared(threshold: str, count: int, parts: int, rate: Rate) -> str:
 
 
 def _cost(counts: Mapping[str, Sequence[Any]], prices: Mapping[str, str]) -> str:
-    """The known cost, for people; empty without prices."""
+    """The cost of the counts that are known, for people; empty without prices.
+
+    `counts` are the rows of the table `yield` by outcome.
+    """
     asked = {name: counts[outcome][0] for name, outcome in _PRICES.items() if name in prices}
     known = [float(prices[name]) * count for name, count in asked.items() if isinstance(count, int)]
     if not known:
@@ -273,7 +277,7 @@ def _answer(
     drifted: bool,
     odd: int,
 ) -> str:
-    """The first section: the main figures in words, in the colour of the news.
+    """The first section as HTML: the main figures in words, in a colour for good or bad news.
 
     `odd` is the number of parts that weren't judged by their score.
     """
@@ -329,13 +333,13 @@ def _html(titles: Sequence[str], rows: Sequence[Sequence[_Cell]], note: str = ""
 
 
 def _csv(titles: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> str:
-    """A table as CSV, with the estimates of rates."""
+    """A table as CSV; a rate is its estimate."""
     plain = ([c.expected if isinstance(c, Rate) else c for c in row] for row in rows)
     return csv_text([titles, *plain])
 
 
 def _shown(cell: _Cell) -> str:
-    """A cell as HTML: shares (floats) in percent, – for None; texts are escaped."""
+    """A cell as HTML: floats are shares, in percent; – stands for None."""
     match cell:
         case Rate():
             return f"{percent(cell.expected)}<small>{cell.interval}</small>"
@@ -350,7 +354,7 @@ def _picture(
     kind: int, part: int, judged: str, model: str, time: str, path: str, verdict: str, *more: Any
 ) -> str:
     """A row of the view `notable` as HTML: the heatmap with its caption."""
-    *levels, heatmap = more
+    *levels, heatmap = more  # score, review and reject threshold
     judgement = f"; judged {judged}" if judged else ""
     score, review, reject = (f"{value or 0.0:.4g}" for value in levels)
     caption = (
@@ -370,9 +374,8 @@ def run_report(options: argparse.Namespace) -> int:
         0, or 1 if the scores have drifted.
     """
     period, prices = Period.of(options.begin, options.end), _prices(options.prices)
-    record = options.record
-    if record.is_dir():  # the output of infer
-        record /= "results.jsonl"
+    # A folder is the output of infer.
+    record = options.record / "results.jsonl" if options.record.is_dir() else options.record
     more = {} if options.model is None else _promises_of(options.model)
     with locked(options.output):
         files, drifted = report(record, period, prices, more)

@@ -76,14 +76,9 @@ def serve(
     token: str,
     stopped: Callable[[], bool],
 ) -> None:
-    """Answer requests until stopped; all accepted parts are answered, see `_Server`.
+    """Answer requests until `stopped` returns true, which is asked ten times a second.
 
-    Args:
-        app: the routes, as an ASGI application.
-        service: the service, entered.
-        listener: a listening socket.
-        token: see `Guard`.
-        stopped: returns true once the server has to stop; called ten times a second.
+    Accepted parts are finished, see `_Server`. `service` is entered; for `token` see `Guard`.
     """
     config = uvicorn.Config(
         Guard(app, token, service),
@@ -120,22 +115,20 @@ class _Server(uvicorn.Server):
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        """True once the server has to end; asked ten times a second."""
         return self._stopped() or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer all accepted parts, then close all connections."""
-        service, begun = self._service, time.monotonic()
-        service.stopping = True
-        while service.waiting and (past := time.monotonic() - begun) < _MOST_LAST_SECONDS:
+        """Finish accepted parts as far as the class promises, then close all connections."""
+        begun = time.monotonic()
+        self._service.stopping = True
+        while self._service.waiting and (past := time.monotonic() - begun) < _MOST_LAST_SECONDS:
             if past > _LAST_SECONDS:
-                service.refuse_waiting()
+                self._service.refuse_waiting()
             await asyncio.sleep(0.05)
         asyncio.get_running_loop().call_later(_LAST_SECONDS, self._leave_slow_clients)
         await super().shutdown(sockets)
 
     def _leave_slow_clients(self) -> None:
-        """Close the connections of clients that haven't taken their answers."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -148,7 +141,6 @@ class Guard:
     whole, and the name that a browser's user gave beside the token as `request.user`.
 
     Args:
-        app: the ASGI application behind the guard.
         token: sent as `Authorization: Bearer TOKEN`, or as the password that a browser asks for;
             empty for none, and only this machine may ask.
         service: counts the bytes held.
@@ -182,7 +174,8 @@ class Guard:
 
             await self._app(scope, receive_whole, answer)
         except HTTPException as refused:
-            # A connection closed while a body arrives is reset, and the client gets no answer.
+            # A connection closed while a body arrives is reset, and the client gets no answer. A
+            # body from a stranger, or one that has come too slowly, isn't waited for.
             if admitted and refused.status_code != 408:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_DRAIN_SECONDS):
@@ -198,7 +191,10 @@ class Guard:
             self._service.held -= sum(map(len, pieces))
 
     def _admit(self, scope: Any, headers: Mapping[bytes, str]) -> None:
-        """Refuse clients without access, and while too many ask, all but health and figures."""
+        """Refuse clients without access, and while too many ask, all but health and figures.
+
+        The user's name goes into `scope`.
+        """
         host = headers.get(b"host", "")
         if not self._token and not is_loopback(_hostname(host)):
             raise HTTPException(403, "without a token only this machine may ask, as localhost")
@@ -217,11 +213,7 @@ class Guard:
     ) -> None:
         """Receive a request's body as one piece, which counts as held from its first bytes on.
 
-        Args:
-            scope: method and path.
-            headers: by lower-case name.
-            receive: gives the next piece; the ASGI protocol.
-            pieces: an empty list; gets the body, or what came before an error.
+        `pieces`, an empty list, gets the body, or what came before an error.
 
         Raises:
             HTTPException: 408, 413 or 503: too slow, too long, or too many bytes are held.
@@ -232,7 +224,8 @@ class Guard:
         too_long = HTTPException(413, f"the body is longer than {limit}, which is the limit")
         if int(headers.get(b"content-length", 0)) > most:  # h11 has seen that it is a number
             raise too_long
-        left, more = most, True
+        left = most
+        more = True
         try:
             async with asyncio.timeout(_RECEIVE_SECONDS):
                 while more:
@@ -295,7 +288,7 @@ def _hostname(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host's name or address is this machine's own."""
+    """True for `localhost` and loopback addresses, which other machines can't reach."""
     if host == "localhost":
         return True
     try:

@@ -68,13 +68,12 @@ class InspectionService:
 
     Args:
         folders: the models' folders by name.
-        record: takes all results; closed at the end.
-        device: the device that the networks run on.
-        sinks: receivers of all results.
+        record: closed at the end.
 
     Attributes:
         held: bytes of bodies being received or waiting for their answers.
         news: a number that changes with each new part and judgement.
+        stopping: true once no more parts are accepted; the server sets it.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class InspectionService:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        self._open.close()  # the models first, the record last
 
     def heatmap(self, number: int) -> bytes | None:
         """A part's heatmap as a JPEG of reduced size; None if it is neither recent nor kept."""
@@ -292,8 +291,6 @@ async def _unavailable(request: Request, error: Exception) -> Response:
 
 
 def _score_routes(app: FastAPI, service: InspectionService) -> None:
-    """Add the route that scores parts."""
-
     @app.post("/v1/models/{name}/score", summary="Score one part")
     async def score(
         request: Request,
@@ -303,8 +300,8 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         slot = _slot(service, name)
         if service.stopping:
             raise AnomalyError(_STOPPING)
-        without = slot.version and slot.version.model.thresholds is None
-        if without and {"mask", "regions"} & {*include}:
+        no_masks = slot.version and slot.version.model.thresholds is None
+        if no_masks and {"mask", "regions"} & {*include}:
             reason = f"{name} has no thresholds, so it has no masks or regions"
             raise HTTPException(400, reason)
         data = await anext(request.stream())  # whole, see `Guard`
@@ -321,7 +318,7 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
 
 
 def _slot(service: InspectionService, name: str) -> ModelSlot:
-    """The model of a name; 404 without one."""
+    """The model of a name, or status 404."""
     if name not in service.models:
         known = nearest(name, service.models)
         raise HTTPException(404, f"there is no model {_shown_name(name)!r}; {known}")
@@ -334,7 +331,6 @@ def _shown_name(name: str) -> str:
 
 
 def _model_routes(app: FastAPI, service: InspectionService) -> None:
-    """Add the routes about models, health, alarms and figures."""
     look, check = InTurn(), InTurn()  # supervisors needn't wait for pages
 
     @app.get("/v1/models", summary="The models: states, thresholds, drift")
@@ -383,7 +379,6 @@ class InTurn:
 
 
 def _part_routes(app: FastAPI, service: InspectionService) -> None:
-    """Add the routes about recorded parts, judgements, counts and reports."""
     read, draw = InTurn(), InTurn()  # rows needn't wait for photographs
 
     @app.get("/v1/parts", summary="The newest parts, the newest first")
@@ -452,7 +447,6 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
 
 async def _events(service: InspectionService) -> AsyncIterator[str]:
-    """The service's `news` as server-sent events."""
     sent = 0
     while not service.stopping:
         if service.news != sent:
@@ -462,7 +456,7 @@ async def _events(service: InspectionService) -> AsyncIterator[str]:
 
 
 def _picture(number: int, picture: bytes | None) -> Response:
-    """A JPEG; 404 without one."""
+    """A JPEG as a response, or status 404."""
     if picture is None:
         raise HTTPException(404, f"no picture of part {number} is kept")
     kept = {"Cache-Control": "private, max-age=86400, immutable"}

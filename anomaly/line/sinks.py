@@ -30,12 +30,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443, "mqtt": 1883, "mqtts": 8883}
 
 
 class NotTakenError(AnomalyError):
-    """A receiver hasn't accepted a row.
-
-    Args:
-        message: the reason.
-        for_good: whether the receiver refuses the row itself, however often it is sent.
-    """
+    """A receiver hasn't accepted a row; `for_good` if it refuses the row itself at each try."""
 
     def __init__(self, message: str, *, for_good: bool = False) -> None:
         super().__init__(message)
@@ -47,8 +42,7 @@ class Sink(ABC):
 
     Args:
         url: the address; may hold a user and a password for the receiver.
-        option: the option that gave the address.
-        schemes: the schemes allowed.
+        option: the option that gave the address, for messages.
 
     Raises:
         AnomalyError: the address is invalid.
@@ -64,8 +58,8 @@ class Sink(ABC):
             self._port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
             self._host = parts.hostname or ""
             self._host.encode("idna")  # as looking it up will
-        except ValueError:  # UnicodeError is one
-            parts, self._host = urlsplit(""), ""  # refused below
+        except ValueError:  # also UnicodeError, of idna
+            parts, self._host = urlsplit(""), ""  # an empty address, which is refused below
         plain = url.isascii() and url.isprintable() and " " not in url
         if parts.scheme not in schemes or not self._host or not plain:
             raise AnomalyError(
@@ -108,15 +102,16 @@ class Webhook(Sink):
         """Send the row with the key as `Idempotency-Key`; see `Sink.send`."""
         is_https = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
-        connection, late = kind(self._host, self._port, timeout=_SECONDS), threading.Event()
+        connection = kind(self._host, self._port, timeout=_SECONDS)
+        late = threading.Event()
 
-        def end() -> None:
+        def give_up() -> None:
             late.set()
             with suppress(OSError, AttributeError):  # AttributeError: it isn't open
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
         # A limit for the whole exchange: an answer byte by byte would hold up the other rows.
-        limit = threading.Timer(_SECONDS, end)
+        limit = threading.Timer(_SECONDS, give_up)
         limit.start()
         try:
             with closing(connection):
@@ -204,9 +199,6 @@ class Outbox:
     """Sends a record's rows to a receiver, in a thread. Use it in a `with` statement.
 
     A new receiver gets rows from now on, a known one those that it hasn't confirmed yet.
-
-    Attributes:
-        name: the receiver's name in messages.
     """
 
     def __init__(self, record: Record, sink: Sink) -> None:
@@ -254,7 +246,7 @@ class Outbox:
                 pause = _LOOK_SECONDS
             if pause and self._closing.is_set():
                 return
-            if pause:  # in which new rows mean no further tries of a failed one
+            if pause:  # which new rows end, but not after a failure
                 (self._closing if self._failed else self._news).wait(pause)
                 self._news.clear()
 
@@ -262,7 +254,7 @@ class Outbox:
         """Send one row.
 
         Returns:
-            Seconds to wait before the next row, or the next try.
+            Seconds to wait before the next row or try; 0 once a row is sent or skipped.
         """
         unsent = self._record.read(_UNSENT, (self._sink.name,))
         if not unsent:
@@ -287,7 +279,6 @@ class Outbox:
         return 0.0
 
     def _done(self, number: int, *, refused: bool = False) -> None:
-        """Record that a row is sent, or refused for good."""
         change = "UPDATE outboxes SET sent = MAX (sent, ?), refused = refused + ? WHERE sink = ?"
         with self._record.changing() as db:
             db.execute(change, (number, refused, self._sink.name))

@@ -20,7 +20,7 @@ import torch
 from kit import until
 
 from anomaly.inference.results import Row
-from anomaly.line.commands import named
+from anomaly.line.commands import served_names
 from anomaly.line.record import Answer, Record
 from anomaly.line.server import listening, serve
 from anomaly.line.service import InspectionService, make_app
@@ -108,7 +108,7 @@ def serving(
 ) -> Iterator[Served]:
     """A service in a thread, once each of its models is ready or has failed."""
     service = InspectionService(
-        named(find_models(folder)),
+        served_names(find_models(folder)),
         Record(record or folder / "line.sqlite", goods),
         device=torch.device("cpu"),
         sinks=sinks,

@@ -17,7 +17,7 @@ from running import answer
 
 from anomaly.errors import DataError, OutputError
 from anomaly.line.record import Answer, Record, confirmed_parts
-from anomaly.line.report import Period, parts_of
+from anomaly.line.report import Period, report_views
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
 WORDS = b"these are words, and enough of them to be more than a header of SQLite's\n" * 9
@@ -120,7 +120,7 @@ def test_a_withdrawn_judgement_counts_for_nobody(tmp_path: Path) -> None:
         confirmed = confirmed_parts(file, ["0" * 16], tmp_path / "kept")
         assert [sample.name for sample in confirmed.past] == ["part 1"]
         assert (len(confirmed.good), len(confirmed.defects)) == (1, 0)
-        with parts_of(file, Period.of("2026-01-01", "2026-01-02")) as db:
+        with report_views(file, Period.of("2026-01-01", "2026-01-02")) as db:
             rows = db.execute("SELECT judged, kind FROM seen").fetchall()
         assert rows == [("", None), ("good", "")]
 

@@ -29,7 +29,7 @@ from running import Served, behind_nginx, serving
 from anomaly.errors import visible
 from anomaly.imaging.pool import Decoders
 from anomaly.line import models, server, service
-from anomaly.line.commands import named
+from anomaly.line.commands import served_names
 from anomaly.line.server import is_loopback
 from anomaly.line.sinks import Webhook
 
@@ -392,5 +392,5 @@ def test_names_that_are_one_once_escaped_stay_two() -> None:
         b"\xff" * 255: "\\udcff" * 255,
     }
     folders = {os.fsdecode(raw): Path(name) for raw, name in names.items()}
-    assert named(folders) == {name: Path(name) for name in names.values()}
+    assert served_names(folders) == {name: Path(name) for name in names.values()}
     assert all(map(plain, names.values()))

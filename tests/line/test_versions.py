@@ -16,7 +16,7 @@ from running import serving
 
 from anomaly.errors import OutputError
 from anomaly.line import models
-from anomaly.line.commands import back, deploy, holds
+from anomaly.line.commands import back, deploy, same_model
 from anomaly.storage.folder import model_id
 
 
@@ -162,7 +162,7 @@ def test_an_export_takes_the_place_of_its_model_and_gives_it_back(
         (export / "export.json").write_text(json.dumps({"engine": engine}))
         deploy(export, run)
         assert engine in (run / "model" / "export.json").read_text()
-    assert holds(run / "model", export)
+    assert same_model(run / "model", export)
     back(run)
     back(run)
     assert model_id(run / "model") == model_id(run_folder / "model")
