@@ -33,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0 all done, 3 some images couldn't be used, 2 nothing done, 4 results
-        couldn't be written to a disk, 130 interrupted (by SIGTERM: 143).
+        The exit code: 0 all done, 1 refused or a change found (see the commands), 2 nothing done,
+        3 some images couldn't be used, 4 results couldn't be written to a disk, 130 interrupted
+        (by SIGTERM: 143), 141 nobody reads the output any more.
     """
     with plain_output():
         return _main(list(sys.argv[1:] if argv is None else argv))
@@ -150,8 +151,9 @@ def _check_options(command: str, arguments: Sequence[str]) -> None:
     known = options_of(command)
     for argument in arguments:
         name = argument.partition("=")[0]
-        if name == "--":
+        if name == "--":  # no options follow
             return
+        # argparse takes the beginning of an option's name as well.
         if name.startswith("--") and not any(option.startswith(name) for option in known):
             raise AnomalyError(
                 f"anomaly {command} has no option {name}; {nearest(name, known)}\n"
@@ -201,9 +203,5 @@ def _run_of(command: str) -> Callable[[argparse.Namespace], int]:
 
 
 def annex(name: str) -> Any:
-    """Import a module of `anomaly` that is slow to import, or lies above this room.
-
-    Args:
-        name: the module's name without `anomaly.`.
-    """
+    """Import a module that is slow to import or lies above this one; `name` lacks `anomaly.`."""
     return importlib.import_module(f"anomaly.{name}")

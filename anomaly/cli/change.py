@@ -84,7 +84,7 @@ def _images_of(options: argparse.Namespace, name: str, *, unsorted: bool = False
     Args:
         options: the command's options.
         name: the option's name, without the dashes.
-        unsorted: nobody has sorted the images, so names of folders and files mean nothing.
+        unsorted: names of folders and files mean nothing, for nobody has sorted the images.
 
     Raises:
         DataError: a file or a folder doesn't exist, there is no image, or names of folders or files
@@ -126,12 +126,7 @@ def _learn(
 ) -> int:
     """Show what further good images change, and write the new run; returns the exit code.
 
-    Args:
-        options: the command's options.
-        folder: the model folder to learn from.
-        scratch: a folder for features and judged pictures, deleted afterwards.
-        good: images of --good.
-        defects: images of --defects.
+    The model in `folder` learns; `scratch` takes features and judged pictures, and is deleted.
     """
     from anomaly.desk.update import save_updated, update
 
@@ -165,7 +160,7 @@ def _learn(
 
 
 def _confirmed(record: Path, model: Model, scratch: Path) -> Confirmed:
-    """Parts that people have judged in a line's record; their pictures lie in `scratch`."""
+    """Write the pictures of a line's record into `scratch`, and warn of parts without one."""
     from anomaly.desk.update import lineage
 
     confirmed: Confirmed = annex("line.record").confirmed_parts(record, lineage(model), scratch)

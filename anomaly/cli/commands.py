@@ -73,7 +73,7 @@ def _one_of(*options: Option, required: bool = True) -> Option:
 
 
 def _parsed_number(text: str) -> float:
-    """The value of an option as a number, for `argparse`: 0.02, or 2%."""
+    """The value of an option as a number, for `argparse`: 0.02, or 2% for the same."""
     plain = text.strip()
     with suppress(ValueError):
         return float(plain[:-1]) / 100 if plain.endswith("%") else float(plain)
@@ -84,7 +84,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def _duration(text: str) -> float:
-    """The value of an option in seconds, for `argparse`: 90s, 10m or 1h."""
+    """The value of an option in seconds, above 0, for `argparse`: 90s, 10m or 1h."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} isn't a time; write it like 90s, 10m or 1h")

@@ -34,7 +34,11 @@ log = logging.getLogger(__name__)
 
 
 def run_evaluate(options: argparse.Namespace) -> int:
-    """Evaluate the models of --model, or compare the golden parts of one with their record."""
+    """Evaluate the models of --model, or compare the golden parts of one with their record.
+
+    Returns:
+        The exit code of `_report` or `_check_golden`.
+    """
     if options.golden is not None:
         return _check_golden(options)
     if options.output is None:

@@ -118,14 +118,7 @@ def _score(
 def _score_list(
     options: argparse.Namespace, inputs: Images, journal: RunJournal, run: Run
 ) -> int | None:
-    """Score a list of images; returns the exit code, or None if a signal has stopped the command.
-
-    Args:
-        options: the command's options.
-        inputs: the images, from --input.
-        journal: the run's record.
-        run: the run that scores the images.
-    """
+    """Score a list of images; returns the exit code, or None if a signal has stopped it."""
     total = len(inputs.paths)
     with resumable(lambda: f"{len(journal.done)} of {total} images"):
         with journal, ProgressLine() as progress:
@@ -162,15 +155,15 @@ def _page(options: argparse.Namespace, run: Run, rows: Iterable[Row]) -> str:
     if "page" not in run.outputs.kinds:
         return ""
     named = ", ".join(map(str, options.input))
-    of, learned = About.of(run.model, options.model), learned_by(run.model)
+    model, learned = About.of(run.model, options.model), learned_by(run.model)
     about, folder = run.record.about, options.output
-    text = gallery_html(run.model.name, of, named, rows, folder, run.thumbnails, about, learned)
+    text = gallery_html(run.model.name, model, named, rows, folder, run.thumbnails, about, learned)
     write(folder / PAGE, text)
     return f", all shown in {folder / PAGE}"
 
 
 def _difference(tally: Tally, model: Model, folder: Path) -> str:
-    """A warning if more or fewer images are flagged than promised; empty otherwise."""
+    """A warning if more or fewer images are flagged than chance explains; empty otherwise."""
     if model.thresholds is None:
         return ""
     promised = model.thresholds.to_review.false_rejects
@@ -217,9 +210,7 @@ def _print_rows(rows: list[Row], speed: float, output: Path, page: str) -> None:
 class _RowPrinter:
     """Prints a line for each arriving image; warns once if more or fewer are flagged than promised.
 
-    Args:
-        model: the model that scores.
-        folder: the model's folder, for the command in the warning.
+    `folder` is the model's, for the command in the warning.
     """
 
     def __init__(self, model: Model, folder: Path) -> None:
@@ -238,11 +229,7 @@ class _RowPrinter:
 def _watch(options: argparse.Namespace, journal: WatchJournal, run: Run, tally: Tally) -> int:
     """Score arriving images until a signal comes; returns the exit code.
 
-    Args:
-        options: the command's options.
-        journal: the run's record, and the tables that grow with it.
-        run: the run that scores the images.
-        tally: numbers of images by verdict, counted as they arrive.
+    `tally` counts them by verdict as they arrive.
 
     Raises:
         OutputError: a result can't be written; earlier ones are kept.

@@ -75,7 +75,11 @@ def _open(page: Path) -> None:
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    """Generate sample images, train on them, infer and evaluate; earlier results are replaced."""
+    """Generate sample images, train on them, infer and evaluate; earlier results are replaced.
+
+    Returns:
+        0, or the exit code of the first of these commands that ends with another one.
+    """
     model, evaluation = options.output / "plate", options.output / "evaluation"
     results = model / "results"
     with locked(_DATA.parent), ProgressLine() as progress:

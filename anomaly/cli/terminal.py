@@ -71,7 +71,7 @@ def _plain(text: str) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """A command as it was typed, without addresses: their paths may hold secrets, too."""
+    """A command as typed; … stands for words with :// or @, which may hold secrets."""
     return shlex.join(re.sub(r"(?s)[^=]*(://|@).*", "…", argument) for argument in arguments)
 
 
@@ -308,7 +308,7 @@ class Stopping:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as shells expect."""
+        """128 + the signal's number, as shells expect; 128 before a signal."""
         return 128 + (self.signal or 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -327,7 +327,7 @@ class Stopping:
     def _end_process(self, writer: socket.socket) -> None:
         """End the process `PATIENCE_SECONDS` after a signal, unless the command ends before."""
         with self._reader, writer:
-            first = self._reader.recv(1)
+            first = self._reader.recv(1)  # the signal's number
             if not first:  # the socket was shut: the outermost block was left
                 return
             inner = self._open[-1] if self._open else self  # a command may end right now

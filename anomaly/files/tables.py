@@ -67,7 +67,10 @@ def _unguarded(cell: str) -> str:
 
 
 def header_of(first_line: str, columns: Sequence[str]) -> tuple[list[str], str]:
-    """The cells of a list's first line, and the delimiter by which most columns are known ones."""
+    """The cells of a list's first line, and its delimiter: it yields most known columns.
+
+    Of several such delimiters the one with most cells is taken.
+    """
 
     def split(delimiter: str) -> list[str]:
         cells = next(csv.reader([first_line], delimiter=delimiter), [])
@@ -84,7 +87,7 @@ def read_rows(
     needed: Sequence[str],
     worth: Callable[[Mapping[str, str]], int] = lambda row: 0,
 ) -> Rows:
-    """(line, row) for each row of a CSV list that isn't blank.
+    """(line number, cells by column) for each row of a CSV list that isn't blank.
 
     Args:
         data: the file's bytes: UTF-8, UTF-16 with a mark, or a code page of a spreadsheet's
@@ -96,8 +99,9 @@ def read_rows(
             code pages, the one with the highest sum over all rows is taken.
 
     Raises:
-        DataError: no text, no CSV, a column that is missing or misspelt, a row of too many cells;
-            or several code pages fit equally and differ in known columns.
+        DataError: (perhaps only while rows are read) no text, no CSV, a column that is missing or
+            misspelt, a row of too many cells; or several code pages fit equally and differ in
+            known columns.
     """
     readings = [_rows_of(text, name, columns, needed) for text in texts_of(data)]
     if len(readings) == 1:
@@ -165,14 +169,7 @@ def texts_of(data: bytes) -> list[str]:
 def _check_columns(
     name: str, present: Sequence[str], columns: Sequence[str], needed: Sequence[str]
 ) -> None:
-    """Refuse a header that misspells a known column or lacks a needed one.
-
-    Args:
-        name: the list's name, for messages.
-        present: the header's columns.
-        columns: all known columns.
-        needed: columns that have to be there.
-    """
+    """Refuse a header that misspells a known column or lacks a needed one."""
     absent = [column for column in columns if column not in present]
     for column in set(present) - set(columns):
         if close := difflib.get_close_matches(column, absent, 1, 0.8):

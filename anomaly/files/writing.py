@@ -79,7 +79,7 @@ def left_by_system(name: str) -> bool:
 def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
     """Names in a folder that this program's commands have written there.
 
-    A name alone is no proof: a file must hold what a command writes.
+    A name that others may use is no proof: such a file must hold what a command writes.
 
     Args:
         folder: a folder of results, or of anything else.
@@ -128,7 +128,7 @@ def _foreign_path(folder: Path, *, is_own: bool) -> Path | None:
 
 
 def _asked_for(folder: Path) -> Collection[str]:
-    """Folders that a run was asked to write, by its journal; all of them without a journal."""
+    """Outputs that a run was asked for, by its journal, and heatmaps; `FOLDERS` without one."""
     for name in (DONE, JOURNAL, WATCHED):
         with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             first, _ = json.JSONDecoder().raw_decode((folder / name).read_text("utf-8"))
@@ -179,11 +179,9 @@ def locked_file(file: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def _locked(what: Path, lock: Path) -> Iterator[None]:
-    """Hold a lock file while the block runs.
+    """Hold a lock file, which stands for the folder or file `what`, while the block runs.
 
-    Args:
-        what: the folder or file that the lock stands for.
-        lock: the lock file; its folder is made if it is missing.
+    Folders made for it are removed if they are empty at the end.
     """
     holder = os.path.realpath(what), threading.get_ident()
     if holder in _held:
@@ -238,7 +236,7 @@ def _take(what: Path, lock: Path) -> int:
                 log.warning("%s: no locks here (%s): other runs go unnoticed", what, error.strerror)
             if _is_at(handle, lock):
                 _note(handle)
-                opened.pop_all()
+                opened.pop_all()  # the file stays open
                 return handle
             # Another run has just ended and deleted the file that was opened here: try again.
     raise OutputError(f"{what} is in use by runs that come and go; try again")
@@ -381,7 +379,7 @@ def looked_in(path: Path) -> str:
 def short_name(name: str) -> str:
     """A name of a file or folder, short enough for every file system and a suffix.
 
-    A long name is cut between two characters; a hash of the whole name keeps it unique.
+    A name of more than 230 bytes is cut between two characters; a hash keeps it unique.
     """
     data = os.fsencode(name)
     if len(data) <= _LONGEST_NAME:
@@ -432,14 +430,14 @@ class DamagedError(AnomalyError, ValueError):
 
 
 def _read_number(text: str) -> float:
-    """A number of JSON: `NaN`, `Infinity` and very long ones are refused."""
+    """A number of JSON, `int` if it is all digits; `NaN`, `Infinity` and long ones are refused."""
     if len(text) > _MOST_DIGITS or not math.isfinite(number := float(text)):
         raise DamagedError(f"it holds the impossible number {text[:_MOST_DIGITS]}")
     return int(text) if text.lstrip("-").isdigit() else number
 
 
 def draft_of(path: Path) -> Path:
-    """A random name beside `path`, for a file or folder that is being written."""
+    """A random path beside `path`, for a file or folder that is being written."""
     return path.with_name(f"{_DRAFT}{secrets.token_hex(8)}{_DRAFT_SUFFIX}")
 
 
@@ -509,14 +507,14 @@ class GrowingFile:
     """A file that grows by whole pieces: a piece that doesn't fit on the disk leaves no trace.
 
     Args:
-        file: made if it is missing.
+        file: the file; made anew if `end` is 0.
         end: number of bytes to keep; bytes beyond it are dropped.
 
     Attributes:
         end: length of the file in bytes.
 
     Raises:
-        OutputError: it can't be written.
+        OutputError: it can't be written, or is missing or shorter than `end`.
     """
 
     def __init__(self, file: Path, end: int) -> None:
@@ -543,7 +541,7 @@ class GrowingFile:
         """Write one more piece; it is in the file when this returns.
 
         Raises:
-            OutputError: no room.
+            OutputError: it can't be written; the file is as before.
         """
         left = memoryview(data)
         try:
