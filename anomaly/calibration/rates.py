@@ -18,7 +18,7 @@ CONFIDENCE = 0.95  # confidence of all bounds, unless another is asked for
 
 @dataclass(frozen=True)
 class Rate:
-    """A counted share of images, with estimate and bounds of the true share.
+    """A counted share of images, with estimate and bounds of the true share, all in [0, 1].
 
     Attributes:
         count: number of images flagged.
@@ -68,11 +68,11 @@ def rate_of(
 def rate_above(
     scores: ArrayLike, limit: float, groups: int | None = None, *, chosen: bool = False
 ) -> Rate:
-    """The share of scores above a limit, with 95 % bounds.
+    """The share of image scores (n,) above a limit, with 95 % bounds; 0 of no scores.
 
     Args:
         scores: image scores (n,).
-        limit: the threshold.
+        limit: a score above it counts.
         groups: number of groups that the images come from, see `rate_of`.
         chosen: the limit may have been chosen by these scores; the bounds are then wider.
     """
@@ -83,16 +83,16 @@ def rate_above(
 
 
 def rate_anywhere(count: int, images: int, expected: float, groups: int | None = None) -> Rate:
-    """An estimate with 95 % bounds that hold at all thresholds at once.
+    """As `rate_of`, with 95 % bounds that hold at all thresholds at once.
 
     So they hold for any threshold, even one set by a person who has seen the scores. They are
     Clopper–Pearson bounds at a level so strict that, with 95 % confidence, the count above no
     threshold breaks its bound ("equal local levels": Berk & Jones 1979, Aldor-Noiman et al.
     2013). If none of 209 images lies above, the share is at most 3 %, not the 1.4 % of `rate_of`.
     """
-    units = np.log(independent(images, groups))
-    tails = [np.exp(np.interp(units, np.log(_SIZES), np.log(x))) for x in _LEVELS]
-    return _rate(count, images, expected, float(tails[1]), float(tails[0]), groups)
+    log_images = np.log(independent_images(images, groups))
+    tails = [float(np.exp(np.interp(log_images, np.log(_SIZES), np.log(x)))) for x in _LEVELS]
+    return _rate(count, images, expected, two_sided=tails[1], one_sided=tails[0], groups=groups)
 
 
 # Levels at which all bounds of so many images hold together with 95 % and with 97.5 % confidence,
@@ -113,17 +113,11 @@ _LEVELS = (
 def _rate(
     count: int, images: int, expected: float, two_sided: float, one_sided: float, groups: int | None
 ) -> Rate:
-    """An estimate with exact binomial bounds, which fail with the chances given.
+    """An estimate with exact binomial bounds, as in `rate_of`, for given chances of failure.
 
-    Args:
-        count: number of images flagged.
-        images: number of images.
-        expected: estimate of the true share.
-        two_sided: chance that either end of the interval fails.
-        one_sided: chance that the upper bound `at_most` fails.
-        groups: number of groups that the images come from, see `rate_of`.
+    Each end of the interval fails with the chance `two_sided`, `at_most` with that of `one_sided`.
     """
-    units = independent(images, groups)
+    units = independent_images(images, groups)
     # With fewer groups than images the count becomes a fraction of them, rounded outwards.
     least, most = count * units // max(images, 1), -(-count * units // max(images, 1))
     low = rate_showing(least, units, two_sided) if least else 0.0
@@ -134,14 +128,14 @@ def _rate(
     return Rate(count, images, expected, low, high, at_most)
 
 
-def independent(images: int, groups: int | None) -> int:
-    """Number of images that bounds count: at most the number of groups."""
+def independent_images(images: int, groups: int | None) -> int:
+    """Number of images that bounds count: at most one a group."""
     return images if groups is None else min(groups, images)
 
 
 @lru_cache(maxsize=1024)
 def rate_showing(count: int, images: int, chance: float) -> float:
-    """The true rate at which at least `count` of `images` are flagged with this chance.
+    """The true rate, in (0, 1), at which `count` of `images` or more are flagged with this chance.
 
     Inverts the binomial tail, which is the regularised incomplete beta function
     I_x(count, images − count + 1), by bisection.
@@ -170,12 +164,12 @@ def _log_factorials(most: int) -> Floats:
 
 
 def supported_rate(images: int) -> float:
-    """The lowest false-reject rate that so many good images can guarantee: 7.2 % for 40."""
+    """The lowest false-reject rate that so many good images can guarantee: 0.072 for 40."""
     return float(-np.expm1(np.log1p(-CONFIDENCE) / images))
 
 
 def images_needed(target: float) -> int:
-    """The number of good images needed to guarantee a false-reject rate: 299 for 1 %."""
+    """The number of good images needed to guarantee a false-reject rate: 299 for 0.01."""
     # 1e-9 less, so that `supported_rate(n)` needs n images and not, by rounding, n + 1.
     return math.ceil(math.log1p(-CONFIDENCE) / math.log1p(-target) - 1e-9)
 
@@ -198,7 +192,7 @@ def sorted_scores(scores: ArrayLike) -> Floats:
 
 
 def percent(share: float) -> str:
-    """A share in per cent, to two digits: `0.48 %`."""
+    """A share as text in per cent, to two significant digits: `0.48 %` for 0.00481."""
     return f"{float(f'{100 * share:.2g}'):g} %"
 
 
@@ -238,13 +232,13 @@ class ScoreScale:
         inside = np.interp(values, self._knots, self._rarities)
         beyond = np.maximum(values - self._knots[-1], 0.0) / (self._upper_excess * np.log(10))
         short = np.maximum(self._knots[0] - values, 0.0) / self._lower_excess
-        lowest = -np.expm1(-self._rarities[0] * np.log(10)) * np.exp(-short)
-        below = -np.log1p(-lowest) / np.log(10)
+        share_below = -np.expm1(-self._rarities[0] * np.log(10)) * np.exp(-short)
+        below = -np.log1p(-share_below) / np.log(10)
         rarities: Floats = np.where(short > 0, np.minimum(below, inside), inside + beyond)
         return rarities
 
     def score_of(self, share: float) -> float:
-        """The score that this share of good parts exceeds, at least the lowest good score."""
+        """The score that a share (0 to 1) of good parts exceeds, at least the lowest good score."""
         rarity = -math.log10(share)
         inside = float(np.interp(rarity, self._rarities, self._knots))
         beyond = max(rarity - float(self._rarities[-1]), 0.0)
@@ -270,7 +264,7 @@ def placed(value: float, scores: Floats) -> float:
     Gaps may begin up to `REACH` above the highest score that `value` doesn't flag. The lowest gap
     of at least `GAP` is taken, else the widest. The threshold lies `ROOM` above the gap's lower
     end, at most in its middle, so it flags as many scores as `value` does, or a few less. Outside
-    the scores it lies `OUTSIDE` away from the nearest.
+    the scores it lies `OUTSIDE` away from the nearest. All four are shares of a score's magnitude.
 
     Args:
         value: scores above it are to be flagged.

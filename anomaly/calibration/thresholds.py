@@ -26,7 +26,7 @@ from anomaly.calibration.rates import (
     ScoreScale,
     binomial,
     images_needed,
-    independent,
+    independent_images,
     percent,
     placed,
     rate_anywhere,
@@ -60,18 +60,16 @@ class Threshold:
 
     @property
     def supported(self) -> bool:
-        """True if there are enough images for the target, or no target."""
+        """True if the promised rate keeps the target, or there is no target."""
         rate = self.false_rejects
         promised = rate.at_most if self.kept == "bound" else rate.expected
         # The slack lets a target pass that the images support exactly.
         return self.target is None or promised <= self.target * (1 + _SLACK)
 
     def raised(self, value: float, scores: ArrayLike) -> Threshold:
-        """A copy at a higher value; the upper bounds stay and still hold.
+        """A copy at a higher value; itself if the value isn't higher.
 
-        Args:
-            value: the new value; the threshold itself is returned if this isn't higher.
-            scores: good scores (n,) that the threshold was calibrated with.
+        Count and estimate are those of the good scores (n,); the upper bounds stay and still hold.
         """
         if value <= self.value:
             return self
@@ -118,9 +116,9 @@ def threshold_for_false_reject_rate(
         ValueError: a score isn't finite, or the target is out of range.
     """
     good = _checked(scores, target)
-    # c images above keep the bound if a true rate of `target` would show c or fewer images above
-    # with a chance of at most 5 %.
-    units = independent(len(good), groups)
+    # c images above keep the bound if a true rate of `target` would show c or fewer with a chance
+    # of at most 5 %.
+    units = independent_images(len(good), groups)
     chances = np.cumsum(binomial(units, target))[:-1]
     fitting = int(np.searchsorted(chances, 1 - CONFIDENCE, side="right"))
     above = (fitting - 1) * len(good) // units
@@ -133,16 +131,8 @@ def threshold_for_expected_rate(
     """The lowest threshold that flags at most `target` of good parts on average.
 
     The mean is over sets of as many images; this set's own rate isn't guaranteed, and the bounds
-    say how far off it may be. See `threshold_for_false_reject_rate` for its place in a gap.
-
-    Args:
-        scores: (n,) finite scores of good images, higher is more anomalous.
-        target: in (0, 1).
-        groups: number of groups that the images come from, for the bounds.
-
-    Raises:
-        DataError: no scores.
-        ValueError: a score isn't finite, or the target is out of range.
+    say how far off it may be. Place, arguments and errors are those of
+    `threshold_for_false_reject_rate`, but groups count in the bounds only.
     """
     good = _checked(scores, target)
     fitting = math.floor(target * (len(good) + 1) * (1 + _SLACK))
@@ -159,7 +149,7 @@ def _checked(scores: ArrayLike, target: float) -> Floats:
 def _above(
     good: Floats, above: int, target: float, kept: Literal["bound", "mean"], groups: int | None
 ) -> Threshold:
-    """The threshold in a gap below the `above` highest of sorted scores, at least 0 of them."""
+    """The threshold in a gap below the `above` highest of sorted scores; 0 if that is negative."""
     value = placed(float(good[len(good) - 1 - max(above, 0)]), good)
     above = int((good > value).sum())
     rate = rate_of(above, len(good), (above + 1) / (len(good) + 1), groups=groups)
@@ -241,10 +231,7 @@ class GoodScores:
         )
 
     def without(self, names: Sequence[str]) -> GoodScores:
-        """A copy without some images; their names move to `left_out`.
-
-        Args:
-            names: names of the images to leave out.
+        """A copy without the images of these names, which move to `left_out`.
 
         Raises:
             DataError: no image would remain.
@@ -254,11 +241,12 @@ class GoodScores:
             raise DataError("all good images would be left out; a threshold needs some of them")
         kept = [row for i, row in enumerate(self.rows()) if i not in places]
         out = tuple(name for i, name in enumerate(self.names) if i in places)
+        # The source begins with the number of images.
         source = re.sub(rf"^{len(self.names)}\b", str(len(kept)), self.source)
         return replace(self.with_rows(kept), left_out=(*self.left_out, *out), source=source)
 
     def joined(self, newer: GoodScores) -> GoodScores:
-        """Scores of both sets of images together.
+        """Scores of both sets of images together; `source` is left to the caller.
 
         An image in both counts once, with its newer score. If only one of the two knows its groups,
         all images of the other count as one group.
@@ -375,8 +363,8 @@ class Thresholds:
 
         Returns:
             (name, score, reject threshold without this image and those listed before it), up to
-            the last image that lowers it by a tenth or more. Empty if no image does, and for
-            thresholds set by hand.
+            the last of the five highest images that lowers it by a tenth or more. Empty if none
+            does, for five images or fewer, and for thresholds set by hand.
         """
         target = self.to_reject.target
         order = np.argsort(-np.array(self.good.image), kind="stable")[:_HIGHEST].tolist()
@@ -403,7 +391,7 @@ class Thresholds:
 
     @cached_property
     def reject_up_to(self) -> float:
-        """Upper end of the reject threshold's 95 % interval.
+        """Upper end of the reject threshold's 95 % interval; at least the threshold.
 
         The share of good parts above the threshold follows a Beta distribution. The upper end is
         the score that the lower bound of that share exceeds; above the highest good score it comes
@@ -412,7 +400,7 @@ class Thresholds:
         above = sum(score > self.image for score in self.good.image)
         if above == self.images:
             return self.image
-        units = independent(self.images, self.good.groups)
+        units = independent_images(self.images, self.good.groups)
         share = rate_showing(above * units // self.images + 1, units, (1 - CONFIDENCE) / 2)
         return max(self.image, self._scale.score_of(share))
 
@@ -492,19 +480,14 @@ def _pixels_at(value: float, good: GoodScores) -> float:
 
 @dataclass(frozen=True, eq=False)
 class ThresholdChange:
-    """A change of thresholds.
-
-    Attributes:
-        before: the present thresholds.
-        after: the new thresholds.
-    """
+    """A change from the present thresholds to new ones."""
 
     before: Thresholds
     after: Thresholds
 
     @property
     def is_doubtful(self) -> bool:
-        """True if a calibrated reject threshold rises by more than chance explains.
+        """True if a calibrated reject threshold rises by over a tenth, and more than by chance.
 
         Defects among the good images raise it; all defects like them would then pass.
         """
@@ -512,7 +495,7 @@ class ThresholdChange:
         return self.after.label != "by hand" and self.after.image > chance
 
     def lines(self) -> list[str]:
-        """A line with the thresholds before and after; none if they are equal."""
+        """At most one line, with the thresholds before and after; none if nothing changes."""
         if self.after == self.before:
             return []
         return [

@@ -64,27 +64,27 @@ class PatchSet(Protocol):
     def __iter__(self) -> Iterator[PatchBatch]: ...
 
     def only(self, images: Container[int]) -> PatchSet:
-        """The patches of some of the images."""
+        """The patches of these training images alone."""
         ...
 
     def projected(self, matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Patches that count, projected by a matrix (D, d), image by image.
 
         Yields:
-            A training image, and its points (n, d) float32, or those of one of its tiles. Images
-            ascend where the whole set is read from files.
+            Index of a training image, and points (n, d) float32 of it or of one of its tiles.
+            Indices ascend where the whole set is read from files.
         """
         for batch in self:
-            here = matrix.to(batch.embeddings.device)
+            on_device = matrix.to(batch.embeddings.device)
             for image, patches in zip(batch.images, batch.counted(), strict=True):
-                yield image, patches @ here
+                yield image, patches @ on_device
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
-        """Results of a function applied to the patches, part by part.
+        """Results of a function of the patches, one for each part of the set; here for the whole.
 
         Args:
-            function: takes a set of patches. A cluster pickles it and calls it where each part
-                lies; images ascend from part to part.
+            function: takes a part. A cluster pickles it and calls it where each part lies; images
+                ascend from part to part.
         """
         yield function(self)
 
@@ -101,38 +101,34 @@ def check_tensors(
     Raises:
         ModelError: one is missing, unknown, of another dtype or shape, or holds NaN or infinity.
     """
-    if unexpected := sorted(tensors.keys() ^ wanted.keys()):
-        raise ModelError(f"the saved tensors {', '.join(unexpected)} are missing or unknown")
+    if mismatched := sorted(tensors.keys() ^ wanted.keys()):
+        raise ModelError(f"the saved tensors {', '.join(mismatched)} are missing or unknown")
     for name, (dtype, shape) in wanted.items():
         tensor = tensors[name]
-        same = _name(tensor.dtype) == _name(dtype)
+        same_dtype = _dtype_name(tensor.dtype) == _dtype_name(dtype)
         fits = len(shape) == tensor.ndim and all(
             length == size or (length == -1 and size)
             for length, size in zip(shape, tensor.shape, strict=True)
         )
-        if not (same and fits):
+        if not (same_dtype and fits):
             raise ModelError(
-                f"the saved tensor {name} is {tuple(tensor.shape)} of {_name(tensor.dtype)}, "
+                f"the saved tensor {name} is {tuple(tensor.shape)} of {_dtype_name(tensor.dtype)}, "
                 "which doesn't go with the others"
             )
         if not is_finite(tensor):
             raise ModelError(f"the saved tensor {name} holds NaN or infinite values")
 
 
-def _name(dtype: object) -> str:
-    """A dtype's name, the same for torch and NumPy: `float32`."""
+def _dtype_name(dtype: object) -> str:
+    """`float32`, for example, the same for torch and NumPy."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_channels(channels: int, learned: int) -> None:
-    """Check the number of channels of embeddings.
-
-    Args:
-        channels: number of channels of the embeddings.
-        learned: number of channels that the scorer takes.
+    """Check that embeddings have as many channels as the scorer has learned.
 
     Raises:
-        DataError: the two differ.
+        DataError: the two numbers differ.
     """
     if channels != learned:
         raise DataError(
@@ -156,6 +152,7 @@ def is_finite(values: Array) -> bool:
     """True if all values are finite; allocates no other tensor."""
     if "float" not in str(values.dtype) or 0 in values.shape:
         return True
+    # A NaN or an infinity shows in the lowest or the highest value.
     return bool(np.isfinite([float(values.min()), float(values.max())]).all())
 
 
@@ -203,9 +200,9 @@ class Scorer(Protocol):
         return scores.scores
 
     def image_scores(self, embeddings: Array, scores: PatchScores) -> Array:
-        """Image scores by a formula of the method's own, if the config names one.
+        """Image scores by the method's own formula; by default the highest patch score.
 
-        By default the highest patch score.
+        Called only if `model.image_score` names such a formula.
 
         Args:
             embeddings: (B, h, w, D), the embeddings that were scored.
@@ -219,7 +216,7 @@ class Scorer(Protocol):
 
     @property
     def align(self) -> Align:
-        """Turn feature maps into the embeddings that `score` takes."""
+        """The function from feature maps to the embeddings that `score` takes."""
         ...
 
     def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
@@ -231,7 +228,7 @@ class Scorer(Protocol):
 
         Returns:
             Distances (N, K) float32, ascending, and origins (N, K, 3) int32: training image, patch
-            row, patch column. None for a method that keeps no patches.
+            row, patch column. None, as here, for a method that keeps no patches.
         """
         return None
 
@@ -243,7 +240,7 @@ class Scorer(Protocol):
             with a bank, the nearest vectors (B, h, w) int64.
 
         Raises:
-            ModelError: the method has no such form.
+            ModelError: the method has no such form, as here.
         """
         raise ModelError("the model's method can't be a graph; export it without --pixels")
 
@@ -264,7 +261,7 @@ class Fitter(Protocol[S]):
 
     @property
     def align(self) -> Align:
-        """Turn feature maps into the embeddings to learn from."""
+        """The function from feature maps to the embeddings to learn from."""
         ...
 
     @property
@@ -273,7 +270,7 @@ class Fitter(Protocol[S]):
         return False
 
     def prepared(self, channels: int, device: torch.device) -> Fitter[S]:
-        """The fitter for a network, with everything random already drawn.
+        """The fitter for a network, with all drawn that `align` needs; by default itself.
 
         Args:
             channels: number of channels of all hooked layers together.
@@ -285,9 +282,9 @@ class Fitter(Protocol[S]):
         return self
 
     def selection_matrix(self, channels: int) -> Tensor | None:
-        """The matrix (D, d), D = `channels`, that projects patches for a selection among them.
+        """The matrix (D, d) that projects embeddings of D = `channels` for `PatchSet.projected`.
 
-        None for a method that selects none; its `fit` reads embeddings.
+        None, as here, for a method whose `fit` reads embeddings alone.
         """
         return None
 
@@ -301,14 +298,14 @@ class Fitter(Protocol[S]):
         ...
 
     def incremental(self, scorer: S, learned: int) -> Fitter[S]:
-        """A fitter whose `fit` adds images to a scorer.
+        """A fitter whose `fit` adds images to a fitted scorer.
 
         Args:
             scorer: a scorer fitted with these settings.
             learned: number of images that it was fitted on.
 
         Raises:
-            ModelError: the method can't add to what it has learned.
+            ModelError: the method, as here, can't add to what it has learned.
         """
         raise ModelError("the model's method can't learn more images; train again with all of them")
 
@@ -321,8 +318,8 @@ class Fitter(Protocol[S]):
             scorer: the scorer fitted on all of `patches`.
             patches: patches of all training images.
             folds: disjoint sets of images which together hold all of them; at least two.
-            grouped: a fold keeps images together that show one part; else images may also be left
-                out one by one.
+            grouped: a fold keeps images together that show one part; else a method may leave images
+                out one by one. Refits, as here, leave out whole folds.
 
         Yields:
             Some images, and the scorer for them; each image once.

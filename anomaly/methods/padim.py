@@ -52,17 +52,13 @@ _LEAST_REST = 1e-12
 
 
 def position_blocks(positions: int, dimensions: int, device: torch.device) -> list[slice]:
-    """Slices of P positions, each as many as one product takes of their matrices (d, d)."""
+    """Slices of P positions; one product takes the matrices (d, d) of a slice."""
     size = max(1, _BLOCK[device.type] // dimensions**2)
     return [slice(i, min(i + size, positions)) for i in range(0, positions, size)]
 
 
 def check_grid(grid: Sequence[int], learned: tuple[int, int]) -> None:
-    """Check an image's patch grid.
-
-    Args:
-        grid: (h, w) of the image.
-        learned: (h, w) of the training images.
+    """Check that an image's patch grid (h, w) is that of the training images.
 
     Raises:
         DataError: the two differ.
@@ -125,12 +121,12 @@ class PatchGaussian(Scorer):
 
     @property
     def align(self) -> Align:
-        """Turn feature maps into the projected embeddings that `score` takes."""
+        """The function from feature maps to the projected embeddings that `score` takes."""
         return partial(projected, self.projection)
 
     @property
     def dimensions(self) -> int:
-        """Number d of channels of the embeddings."""
+        """Number d of channels of the projected embeddings."""
         return int(self.mean.shape[1])
 
     def score(self, embeddings: Array) -> PatchScores:
@@ -160,7 +156,7 @@ class PatchGaussian(Scorer):
 
     def residuals(self, patches: Array, positions: slice) -> Array:
         """Patches (B, P, d) less their position's mean, (p, d, B) float64."""
-        # A position's Gaussian meets all images at once.
+        # Images last, so that one product with a position's matrix serves all of them.
         return (patches[:, positions] - self.mean[positions]).swapaxes(0, 1).swapaxes(1, 2)
 
     def graph(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -182,6 +178,7 @@ class PatchGaussian(Scorer):
         """The tensors to save, by name."""
         import torch  # only models of tensors are saved
 
+        # The lower triangles, as the 16-bit integers that `GaussianFitter.fit` rounded them to.
         rows, columns = np.tril_indices(self.dimensions)
         numbers = (self.whitening / self.scale[..., None]).round()[:, rows, columns]
         return {
@@ -198,7 +195,7 @@ def scorer(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> PatchGa
 
     Args:
         tensors: result of `PatchGaussian.tensors`; arrays for a scorer that takes arrays.
-        settings: the config's section `model`, by key; not used.
+        settings: not used.
 
     Raises:
         ModelError: the tensors aren't those of Gaussians.
@@ -229,7 +226,7 @@ def scorer(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> PatchGa
 
 @dataclass(eq=False)
 class Gaussians:
-    """Sums of the patches at P positions; means and covariances follow from them.
+    """Count, means and scatter of the patches at P positions, to which patches can be added.
 
     Attributes:
         count: number N of samples at each position, one an image.
@@ -243,23 +240,23 @@ class Gaussians:
 
     @classmethod
     def of_model(cls, model: PatchGaussian, images: int, regularisation: float) -> Gaussians:
-        """The sums that a model was made from, exact up to the 16 bits of its whitening.
+        """The count, means and scatter behind a model, up to the 16 bits of its whitening.
 
         Args:
             model: learned Gaussians.
             images: number N of images that they were learned from.
-            regularisation: ε that their covariances hold.
+            regularisation: ε that was added to their covariances.
         """
         import torch
 
         def scatter(block: slice) -> Tensor:
-            """The scatter (p, d, d) at a slice of p positions, from L = W⁻¹ and Σ + ε·I = L·Lᵀ."""
-            lower = _inverse(model.whitening[block].double())
+            """The scatter (p, d, d) at a slice of p positions: (N − 1)·Σ, where Σ + ε·I = L·Lᵀ."""
+            lower = _inverse(model.whitening[block].double())  # L = W⁻¹
             covariance = lower @ lower.mT
             covariance.diagonal(dim1=1, dim2=2).sub_(regularisation)
             return covariance.mul_(images - 1)
 
-        return cls(images, model.mean.clone(), torch.cat(_each(model.mean, scatter)))
+        return cls(images, model.mean.clone(), torch.cat(_by_block(model.mean, scatter)))
 
     def add(self, patches: Tensor) -> None:
         """Add the patches (B, P, d) of B images (Chan, Golub & LeVeque 1979, eq. 2.1)."""
@@ -268,7 +265,6 @@ class Gaussians:
         share = len(patches) / (self.count + len(patches))
 
         def add_block(block: slice) -> None:
-            """Add the patches at a slice of the positions."""
             samples = patches[:, block].transpose(0, 1).double()
             mean = samples.mean(1, keepdim=True)
             shift = mean - self.mean[block, None]
@@ -277,17 +273,14 @@ class Gaussians:
             self.scatter[block].baddbmm_(rows.mT, rows)
             self.mean[block] += shift[:, 0] * share
 
-        _each(self.mean, add_block)
+        _by_block(self.mean, add_block)
         self.count += len(patches)
 
     def whitened(self, regularisation: float) -> Tensor:
         """The whitening (P, d, d) float64 of covariance + ε·I, written over the scatter.
 
-        Args:
-            regularisation: ε.
-
         Raises:
-            ConfigError: ε vanishes beside the variances.
+            ConfigError: ε, the regularisation, is below 2⁻²⁴ of a position's summed variances.
             DataError: samples were NaN or infinite.
         """
         import torch
@@ -309,13 +302,13 @@ class Gaussians:
             covariance.diagonal(dim1=1, dim2=2).add_(regularisation)
             covariance.copy_(_inverse(torch.linalg.cholesky(covariance)))
 
-        with torch.inference_mode():
-            _each(self.mean, whiten_block)
+        with torch.inference_mode():  # the scatter was made in it, and can't be written outside
+            _by_block(self.mean, whiten_block)
         return self.scatter
 
 
-def _each(values: Tensor, function: Callable[[slice], Result]) -> list[Result]:
-    """Results of a function of position slices, block by block of values (P, …, d)."""
+def _by_block(values: Tensor, function: Callable[[slice], Result]) -> list[Result]:
+    """Results of a function for each slice of the positions of values (P, …, d)."""
     blocks = position_blocks(len(values), values.shape[-1], values.device)
     return parallel_map(function, blocks, values.device)
 
@@ -347,18 +340,13 @@ class LeaveOneOut(PatchGaussian):
     def squared_distances(self, patches: Array, positions: slice) -> Array:
         """Squared distances (p, B) of training patches (B, P, d), at a slice of p positions."""
         n = self.images
-        squared = ((self.whitening[positions] @ self.residuals(patches, positions)) ** 2).sum(1)
-        rest = (1 - squared * (n / (n - 1) / (n - 2))).clamp_(min=_LEAST_REST)
-        return squared * (n / (n - 1)) ** 2 / rest
+        q = ((self.whitening[positions] @ self.residuals(patches, positions)) ** 2).sum(1)
+        rest = (1 - q * (n / (n - 1) / (n - 2))).clamp_(min=_LEAST_REST)  # 1 − c·q
+        return q * (n / (n - 1)) ** 2 / rest
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int) -> GaussianFitter:
-    """The fitter of a config's section `model`.
-
-    Args:
-        settings: the section's values by key.
-        seed: seed of the projection.
-    """
+    """The fitter of a config's section `model`; the projection is drawn by the seed."""
     return GaussianFitter(settings["dimensions"], settings["regularisation"], seed)
 
 
@@ -385,7 +373,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
 
     @property
     def align(self) -> Align:
-        """Turn feature maps into projected embeddings to learn from."""
+        """The function from feature maps to the projected embeddings to learn from."""
         return partial(projected, self._projection)
 
     @property
@@ -403,12 +391,8 @@ class GaussianFitter(Fitter[PatchGaussian]):
         accurate than d of the channels (Defard et al. 2020, section 3.2), and it depends less on
         the seed. With d = D channels are kept as they are: rotating them changes no distance.
 
-        Args:
-            channels: number D of channels of all hooked layers together.
-            device: device of the embeddings.
-
         Raises:
-            ConfigError: more dimensions than channels.
+            ConfigError: `dimensions` is outside 1 to D, the number of `channels`.
         """
         import torch
 
@@ -435,15 +419,15 @@ class GaussianFitter(Fitter[PatchGaussian]):
 
         Raises:
             ConfigError: a regularisation that is too small.
-            DataError: fewer than two images, or more than one grid.
+            DataError: fewer than two images, more than one grid, or NaN or infinite patches.
         """
         sums, grid = self._sums(batches)
         exact = sums.whitened(self.regularisation)
         whitening = exact.float()
-        scale = whitening[..., 0].clone()
+        scale = whitening[..., 0].clone()  # (P, d), set below
 
         def round_block(block: slice) -> None:
-            """Make each row 16-bit integers times its scale, which halves the model.
+            """Round each row to 16-bit integers times a scale, which halves the saved model.
 
             Distances agree with float64 within 1e-4 on ResNet-50 features; the error grows with the
             root of the largest variance over ε, which is 3000 there.
@@ -452,15 +436,11 @@ class GaussianFitter(Fitter[PatchGaussian]):
             steps = scale[block][..., None]
             whitening[block] = (whitening[block] / steps).round_().mul_(steps)
 
-        _each(exact, round_block)
+        _by_block(exact, round_block)
         return PatchGaussian(self._projection, grid, sums.mean.clone(), whitening, scale)
 
     def _sums(self, batches: Iterable[PatchBatch]) -> tuple[Gaussians, tuple[int, int]]:
-        """The sums of all patches, with those of `base`, and their grid (h, w).
-
-        Raises:
-            DataError: fewer than two images, or more than one grid.
-        """
+        """The Gaussians of all patches, those of `base` included, and their grid (h, w)."""
         import torch
 
         sums, grid = None, None
@@ -496,7 +476,11 @@ class GaussianFitter(Fitter[PatchGaussian]):
     def held_out(
         self, scorer: PatchGaussian, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
     ) -> Iterator[tuple[Fold, Scorer]]:
-        """Scorers for cross-fitting: leave-one-out in closed form; a refit a fold where grouped."""
+        """Scorers for cross-fitting: leave-one-out in closed form; where grouped, refits.
+
+        Raises:
+            DataError: fewer than three images to leave out one by one.
+        """
         if grouped:
             yield from super().held_out(scorer, patches, folds, grouped=True)
             return

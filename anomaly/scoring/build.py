@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
     """The truncated backbone of a config, in fp32, and the SHA-256 of its weights file.
 
+    None instead of the SHA-256 for random weights.
+
     Raises:
-        AnomalyError: the weights or layers can't be used as configured.
+        AnomalyError: the weights, layers or image size can't be used as configured.
     """
     from anomaly.backbones.layers import default_layers, truncate
     from anomaly.backbones.networks import build, load_state, read_weights
@@ -53,6 +55,7 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     Raises:
         ConfigError: the network doesn't take them; the message names a size that it takes.
     """
+    # A crop decides the size of the network's input, else `resize`, else `area`.
     from anomaly.backbones.layers import probes, takes_size
 
     image, patch, network = config.image, extractor.patch, extractor.network
@@ -176,7 +179,7 @@ def loading_of(
     """Preprocessing from files to network inputs.
 
     Args:
-        config: all settings.
+        config: the settings of `image` are read.
         extractor: the network, whose strides and patches image sizes must fit.
         region: region of each image that counts; None for the whole image.
         aspect: H/W that images must have; None for any.

@@ -78,7 +78,7 @@ class ImageStatistics:
         return np.asarray(self.embedding, np.float64) / max(self.patches, 1)
 
     def variance(self) -> float:
-        """Mean variance of the image's patch embeddings."""
+        """Variance of the patch embeddings within the image, averaged over the channels."""
         mean = self.mean_embedding()
         mean_square = self.squared / max(self.patches, 1) / len(mean)
         return max(mean_square - float(np.mean(np.square(mean))), 0.0)
@@ -90,7 +90,7 @@ def statistics_of(
     """The statistics of each image or tile of a batch.
 
     Args:
-        batch: images or tiles of one network size.
+        batch: B images or tiles of one network size.
         embeddings: their patch embeddings (B, h, w, D).
         inside: (B, h, w) bool, the patches that count; None for all.
     """
@@ -225,9 +225,6 @@ class TrainingStatistics:
         """Statistics of both sets of training images together.
 
         Exact, except that the farthest images are chosen among the farthest of either set.
-
-        Args:
-            further: statistics of further images, at least one.
         """
         first, second = self.images, further.images
         count = first + second
@@ -248,7 +245,7 @@ class TrainingStatistics:
         return model._thinned()
 
     def _thinned(self) -> TrainingStatistics:
-        """A copy that keeps the farthest of `farthest`, the farthest first."""
+        """A copy with at most 16 rows of `farthest`, the farthest from the others first."""
         order = np.argsort(-self._from_others(self.farthest), kind="stable")
         return replace(self, farthest=self.farthest[order[:_KEPT]])
 
@@ -295,10 +292,9 @@ class TrainingStatistics:
         return ""
 
     def resembles(self, earlier: TrainingStatistics) -> bool:
-        """True if two models of one network have learned alike images, or too few to judge.
+        """True if an earlier model of the same network has learned like images.
 
-        Args:
-            earlier: statistics of the other model's training images.
+        True, too, if this one has learned too few to judge.
         """
         return not self.is_reliable or not self._outlying_embedding(earlier.mean)
 
@@ -315,16 +311,11 @@ class TrainingStatistics:
         return ""
 
     def _standardised(self, differences: Floats, variance: Floats) -> Floats:
-        """Root mean square (…,) over the channels, in standard deviations.
-
-        Args:
-            differences: differences (…, D) of embeddings.
-            variance: variances (…, D) of the channels.
-        """
+        """Root mean squares (…,) of differences (…, D), in standard deviations of the channels."""
         return _root_mean_square(differences / self.deviations(variance))
 
     def deviations(self, variance: Floats) -> Floats:
-        """Standard deviations (…, D) from variances (…, D), with a lower limit."""
+        """Standard deviations (…, D) of variances (…, D), raised as `_SHRINKAGE` says."""
         least = _SHRINKAGE * variance.mean(axis=-1, keepdims=True)
         return np.asarray(np.sqrt(variance + least + np.square(_ROUNDING * self.spread)))
 
@@ -351,11 +342,7 @@ class TrainingStatistics:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, NDArray[Any]], images: int) -> TrainingStatistics:
-        """The statistics saved by `tensors`.
-
-        Args:
-            tensors: arrays by name.
-            images: number of training images.
+        """The statistics saved by `tensors`; the number of images is saved elsewhere.
 
         Raises:
             ModelError: the tensors aren't the statistics of training images.
@@ -381,12 +368,12 @@ class TrainingStatistics:
 
 
 def outliers_among(statistics: Sequence[ImageStatistics]) -> list[int]:
-    """Places of the images that would be far outside a training set of all other images.
+    """Indices, ascending, of images that would be far outside a training set of all others.
 
     Their share estimates how often good parts will be taken to be another product. Blank images
     always count.
     """
-    blank = {place for place, image in enumerate(statistics) if image.blank}
+    blank = {index for index, image in enumerate(statistics) if image.blank}
     if len(statistics) <= LEAST_IMAGES:
         return sorted(blank)
     figures = np.array([[*image.figures().values()] for image in statistics])
@@ -395,10 +382,10 @@ def outliers_among(statistics: Sequence[ImageStatistics]) -> list[int]:
     # Only an image at an end of a range, or the farthest one, can be outside: few are left out.
     candidates = {*np.argmin(figures, axis=0), *np.argmax(figures, axis=0), farthest}
     outliers = {
-        place
-        for place in map(int, candidates)
-        if TrainingStatistics.of([*statistics[:place], *statistics[place + 1 :]]).deviation(
-            statistics[place]
+        index
+        for index in map(int, candidates)
+        if TrainingStatistics.of([*statistics[:index], *statistics[index + 1 :]]).deviation(
+            statistics[index]
         )
     }
     return sorted(outliers | blank)

@@ -178,7 +178,7 @@ class Prediction:
         return heatmap(self._decoded(), shown, limit, review, rejected=rejected)
 
     def _repr_png_(self) -> bytes | None:
-        """The heatmap as PNG for notebooks, reduced if large; None if the file has gone."""
+        """The heatmap as PNG for notebooks, of 600,000 pixels at most; None without the file."""
         try:
             picture = self.heatmap()
         except ImageError:  # the notebook then shows the text of `__repr__`
@@ -196,14 +196,10 @@ class Prediction:
         return replace(self.source_map, values=self.anomaly_map)
 
     def _decoded(self) -> Image:
-        """The image; a file is decoded again.
-
-        Raises:
-            ImageError: the file can't be read any more, or was changed.
-        """
+        """The image; a file is decoded again, and must be unchanged."""
         if self.image is not None:
             return self.image
-        assert self.path is not None
+        assert self.path is not None  # pixels from memory stay in `image`
         item = Decoders(self.loading, keep_image=True).load(self.path, self.index)
         if isinstance(item, UnusableImage):
             raise ImageError(item.reason, item.status)
@@ -250,13 +246,7 @@ class Scored:
     def of(
         cls, sample: Sample, result: Prediction | UnusableImage, *, peak: bool = False
     ) -> Scored:
-        """The score of a sample.
-
-        Args:
-            sample: the image.
-            result: its prediction, or the reason why it is unusable.
-            peak: compute the anomaly map's highest value, too.
-        """
+        """The score of a sample from its result; with `peak`, the map's highest value, too."""
         if isinstance(result, UnusableImage):
             return cls(sample, None, result.reason, status=result.status)
         highest_value = highest(result.source_map) if peak else math.nan
@@ -332,7 +322,7 @@ class Model(ImageStages):
     @cached_property
     def embedder(self) -> Embedder:
         """The stage from network inputs to patch embeddings."""
-        if isinstance(self.extractor, ExportedNetwork):
+        if isinstance(self.extractor, ExportedNetwork):  # its graph ends in patch embeddings
             return cast(Any, self.extractor)
         from anomaly.backbones.extractor import Embedder
 
@@ -344,7 +334,7 @@ class Model(ImageStages):
         return self.embedder.max_batch_size(self.config.batch_size)
 
     def predict(self, images: ImageLike | Iterable[ImageLike]) -> Prediction | list[Prediction]:
-        """Score one image, or several; see `anomaly.Detector.predict`.
+        """The prediction of one image, or a list of predictions in the order of several.
 
         Raises:
             ImageError: an image can't be used; says which and why.
@@ -393,8 +383,8 @@ class Model(ImageStages):
         check_fork(self.device)
         tiled = self.config.image.tile is not None
         # The tiles of one large image are scored in parallel already.
-        together = map if tiled else partial(in_parallel, device=self.device)
-        for results in together(self._attempt, batches):
+        map_batches = map if tiled else partial(in_parallel, device=self.device)
+        for results in map_batches(self._attempt, batches):
             yield from results
 
     def _attempt(
@@ -436,12 +426,7 @@ class Model(ImageStages):
         )
 
     def _scored(self, batch: Sequence[NetworkInput]) -> list[_Scores]:
-        """Scores of images or tiles of one network size.
-
-        Raises:
-            DataError: the region holds none of an image's patches, or the scorer doesn't take
-                the image's patch grid.
-        """
+        """Scores of images or tiles of one network size; raises as `score`."""
         with self.embedder.inference_mode():
             embeddings, pieces = self.embedder(batch), pieces_of(batch)
             inside = patches_inside(pieces, embeddings, self.region)
@@ -471,12 +456,7 @@ class Model(ImageStages):
         )
 
     def review_reason(self, view: View, statistics: ImageStatistics) -> str:
-        """Reason for review of an image whatever its score; empty without one.
-
-        Args:
-            view: geometry from the image to the network's input.
-            statistics: statistics of the whole image.
-        """
+        """Reason for review of a whole image whatever its score; empty without one."""
         pose, learned = view.pose, self.training_statistics
         reasons = ["" if pose is None else pose.reason or self.uninspected(view)]
         if statistics.blank or learned is None:
@@ -528,14 +508,9 @@ class Model(ImageStages):
         inside: Array | None = None,
         top: int | None = None,
     ) -> tuple[PatchScores, Array]:
-        """The result of `score_patches`, from patch scores.
+        """The result of `score_patches`, from the scorer's patch scores (B, h, w).
 
-        Args:
-            patches: patch scores (B, h, w) from the scorer.
-            embeddings: their patch embeddings (B, h, w, D).
-            pieces: layout, tile and turn of each image.
-            inside: (B, h, w) bool, the patches that count; None for all.
-            top: number of values in the highest 1 %; None to count the values first.
+        `top` is the number of values in the highest 1 %; None to count the values first.
         """
         xp = module_of(embeddings)
         shown, broken = patches, ~xp.isfinite(patches.scores)
@@ -559,12 +534,12 @@ class Model(ImageStages):
         model, size, xp = self.config.model, pieces[0][0].size, module_of(embeddings)
 
         def counted(fill: float) -> Array:
-            """Patch scores with one value where they don't count."""
+            """Patch scores, with a value of choice where they don't count."""
             return patches.scores if inside is None else xp.where(inside, patches.scores, fill)
 
         if model.smallest_defect:
-            sharp = without_halo(counted(0.0).clip(_LEAST_SCORE), model.halo_damping)
-            maps = network_map(sharp, size, model.smoothing, inside)
+            damped = without_halo(counted(0.0).clip(_LEAST_SCORE), model.halo_damping)
+            maps = network_map(damped, size, model.smoothing, inside)
             least = smallest_area(self.config)
             return levels_of_areas(maps, [area_on_map(least, piece[0]) for piece in pieces])
         if model.image_score in METHODS[model.kind].image_scores:
@@ -582,16 +557,10 @@ def score(
     peaks: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> list[Scored]:
-    """Score samples.
+    """Results of samples, in their order; those of unusable images have no score.
 
-    Args:
-        model: the trained model.
-        samples: the images.
-        peaks: compute the highest value of each anomaly map, too.
-        progress: called with (images done, number of images).
-
-    Returns:
-        One result for each sample, in the samples' order; without a score for unusable images.
+    With `peaks`, also the highest value of each anomaly map. `progress` is called with (images
+    done, number of images).
     """
     scored: dict[int, Scored] = {}
     sources = [sample.source for sample in samples]
@@ -602,7 +571,7 @@ def score(
 
 
 def _usable(result: Prediction | UnusableImage) -> Prediction:
-    """The prediction; raises the error of an unusable image."""
+    """The prediction; an unusable image raises `ImageError`."""
     if isinstance(result, UnusableImage):
         raise ImageError(result.reason, result.status)
     return result
@@ -652,8 +621,8 @@ def network_map(
         inside: (B, h, w) bool, the patches that count; None for all.
 
     Returns:
-        (B, H, W) float32, in score units, on the device of `scores`; NaN on patches that don't
-        count.
+        (B, H, W) float32, in score units, on the device of `scores`; NaN where the nearest patch
+        doesn't count.
     """
     height, width = scores.shape[1:]
     rows = like(upsample_and_smooth(height, size[0], smoothing), scores)
@@ -661,6 +630,7 @@ def network_map(
     if inside is None:
         return rows @ scores @ columns
     where = module_of(scores).where
+    # The product with a float32 turns bool into float32, for tensors and arrays alike.
     weights = rows @ (inside * like(np.ones(1, np.float32), scores)) @ columns
     # Pixels that the blur reaches from no patch that counts have weight 0; 0 / 0 has no gradient.
     maps = rows @ where(inside, scores, 0.0) @ columns / where(weights > 0, weights, 1.0)
@@ -669,7 +639,7 @@ def network_map(
 
 
 def _nearest(patches: int, size: int) -> list[int]:
-    """The patch index of each pixel along an axis."""
+    """Index of the patch nearest to each pixel of an axis."""
     return [(2 * i + 1) * patches // (2 * size) for i in range(size)]
 
 
@@ -697,11 +667,9 @@ def image_scores(scores: Array, maps: Array, formula: str, top: int | None = Non
 
 
 def _top_means(values: Array, top: int | None) -> Array:
-    """Means (B,) of the highest 1 % of values (B, n), at least one; -inf doesn't count.
+    """Means (B,) of the highest 1 % of values (B, n), rounded, at least one; -inf doesn't count.
 
-    Args:
-        values: (B, n).
-        top: number of values in the highest 1 %; None to count the values first.
+    Or of the highest `top` values, if given.
     """
     if top is not None:
         return _highest(values, top).mean(1)
@@ -713,22 +681,22 @@ def _top_means(values: Array, top: int | None) -> Array:
 
 
 def levels_of_areas(maps: Array, areas: Sequence[int]) -> Array:
-    """The highest level (B,) at which a region of an area stands in each map.
+    """The highest level (B,) of each map at which a region still has an area; -inf without pixels.
 
     Args:
         maps: (B, H, W); NaN doesn't count.
-        areas: least area of the region in each map, in the map's pixels.
+        areas: least area of the region in each map, in the map's pixels; see `place_of_level`.
     """
     # NumPy finds the pixel; reading the map there keeps a tensor's gradient.
     values = as_numpy(maps.detach() if hasattr(maps, "detach") else maps)
-    places = [place_of_level(*pair) for pair in zip(values, areas, strict=True)]
+    places = [place_of_level(v, area) for v, area in zip(values, areas, strict=True)]
     levels = maps.reshape(len(maps), -1)[list(range(len(places))), places]
     xp = module_of(maps)
     return xp.where(xp.isnan(levels), -math.inf, levels)
 
 
 def place_of_level(values: NDArray[np.float32], area: int) -> int:
-    """The flat index of a pixel at the highest level at which a region of an area stands.
+    """The flat index of a pixel at the highest level at which a region has an area.
 
     The pixels at or above a level form 8-connected regions. The larger the area, the lower the
     highest level with such a region; for an area of 1 it is the map's highest value. It is the
@@ -753,22 +721,22 @@ def place_of_level(values: NDArray[np.float32], area: int) -> int:
 
 
 def _largest(mask: NDArray[np.bool_]) -> int:
-    """Pixels of the largest 8-connected region of a mask."""
+    """Number of pixels of a mask's largest 8-connected region; 0 without any."""
     _, labels = cv2.connectedComponents(mask.view(np.uint8), connectivity=8)
     return int(np.bincount(np.asarray(labels).ravel())[1:].max(initial=0))
 
 
 def area_on_map(area: float, layout: View) -> int:
-    """An area of the photograph, converted to pixels of the network's map; at least 1."""
+    """An area of the photograph, in pixels of the network's map, rounded; at least 1."""
     for pieces in layout.axes:
         area *= pieces[0].resized / pieces[0].source
     return max(1, round(area))
 
 
 def _medians(scores: Array) -> Array:
-    """Medians (B,) of patch scores (B, h, w), the lower middle value; NaN doesn't count.
+    """Medians (B,) of patch scores (B, h, w), for an even number the lower middle one.
 
-    It is 1 where no patch counts, so that it can be divided by.
+    NaN doesn't count. It is 1 where no patch counts, so that it can be divided by.
     """
     xp, flat = module_of(scores), scores.reshape(scores.shape[0], -1)
     counts = (~xp.isnan(flat)).sum(1)
@@ -805,7 +773,7 @@ def patches_inside(
         (B, h, w) bool; None if all patches count.
 
     Raises:
-        DataError: none of an image's patches counts.
+        DataError: none of an image's patches counts, or the region doesn't fit an image.
     """
     if region is None and all(layout.pose is None for layout, _, _ in pieces):
         return None

@@ -62,7 +62,7 @@ class MemoryBank(Scorer):
 
     @property
     def align(self) -> Align:
-        """Turn feature maps into the embeddings that `score` takes."""
+        """The function from feature maps to the embeddings that `score` takes."""
         # The alignment needs torch, which an exported model does without.
         from anomaly.methods.patchcore.embedding import ALIGNERS
 
@@ -81,7 +81,7 @@ class MemoryBank(Scorer):
             count: number K of vectors for each patch.
 
         Returns:
-            Distances (N, K) float32, ascending, and indices (N, K) int64.
+            Distances (N, K) float32, ascending, and indices (N, K) int64; K is M at most.
         """
         return self._neighbours.search(patches, count)
 
@@ -110,18 +110,12 @@ class MemoryBank(Scorer):
         return PatchScores(distances.reshape(grid), nearest.reshape(grid))
 
     def weighted(self, scores: PatchScores) -> Array:
-        """Patch scores for the image score, lowered near rare bank vectors.
+        """Patch scores (B, h, w) for the image score, lowered near rare bank vectors.
 
         Around a vector of a rare kind the bank's vectors lie far apart, and so good patches of that
         kind have large distances, too. A distance is divided by the spacing of its nearest vector
         over the bank's mean spacing, where that is above 1. Anomaly maps have plain distances,
         because the division blurs the edges of defects.
-
-        Args:
-            scores: result of `score`.
-
-        Returns:
-            (B, h, w) float32.
         """
         if self.spacing is None or scores.nearest is None:
             return scores.scores
@@ -132,15 +126,16 @@ class MemoryBank(Scorer):
         """Divisors (M,) float32, at least 1, for distances to the bank vectors."""
         assert self.spacing is not None  # see `weighted`
         mean = self.spacing.mean()
+        # In a bank of duplicates all spacings are 0, and the divisors 1.
         return self.spacing.clip(mean) / mean if mean > 0 else self.spacing + 1
 
     def image_scores(self, embeddings: Array, scores: PatchScores) -> Array:
         """The paper's image score (PatchCore, eq. 6 and 7).
 
         The highest patch score s* of an image, at patch m_test with nearest bank vector m*, is
-        weighed by 1 − exp(‖m_test − m*‖) / Σ exp(‖m_test − m‖), the sum over m* and the vectors
+        weighted by 1 − exp(‖m_test − m*‖) / Σ exp(‖m_test − m‖), the sum over m* and the vectors
         of the bank that are nearest to it: a patch whose nearest vector is itself a rare one
-        among good patches scores higher.
+        among good patches scores higher. Unweighted if the bank has one vector.
 
         Args:
             embeddings: (B, h, w, D), the embeddings that were scored.
@@ -148,6 +143,9 @@ class MemoryBank(Scorer):
 
         Returns:
             (B,) float32, in score units.
+
+        Raises:
+            ValueError: the scores name no bank vectors.
         """
         if scores.nearest is None:
             raise ValueError("scores name no bank vectors; give the result of the bank's score()")
@@ -161,8 +159,8 @@ class MemoryBank(Scorer):
         centre = scores.nearest.reshape(count, -1)[highest_at]
         group = self.neighbours(self.vectors[centre], _REWEIGHTED)[1]
         distances = xp.linalg.norm(self.vectors[group] - patches[:, None], None, 2)
-        # Duplicates may push m* out of its own group, so its distance is the numerator's alone.
-        most = xp.amax(distances, 1)
+        # Duplicates of m* may keep it out of its own group, so the numerator takes s* itself.
+        most = xp.amax(distances, 1)  # subtracted, so that no exponential overflows
         share = xp.exp(highest - most) / xp.exp(distances - most[:, None]).sum(1)
         return highest * (1 - share).clip(0)
 
@@ -171,18 +169,18 @@ class MemoryBank(Scorer):
 
         Args:
             rows: (m,) int64, indices of the vectors.
-            similar: a bank of mostly the same vectors, whose search axes serve the result, too.
+            similar: a bank of mostly the same vectors, whose search axes are used again.
         """
         spacing = None if self.spacing is None else self.spacing[rows]
         part = replace(
             self, vectors=self.vectors[rows], origins=self.origins[rows], spacing=spacing
         )
-        if neighbours := similar._neighbours.of_most(part.vectors):
-            vars(part)["_neighbours"] = neighbours
+        if neighbours := similar._neighbours.for_similar(part.vectors):
+            vars(part)["_neighbours"] = neighbours  # the cache of the property
         return part
 
     def spaced(self, rows: Tensor | None = None) -> MemoryBank:
-        """The bank with its `spacing` computed.
+        """The bank with its `spacing` computed; without neighbours, its spacing is None.
 
         Args:
             rows: (m,) int64, vectors whose spacing is computed anew; None for all.
@@ -201,14 +199,9 @@ class MemoryBank(Scorer):
         return spaced
 
     def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The training patches of the bank vectors nearest to patches.
+        """Distances (N, K) from patches (N, D) to bank vectors, and origins (N, K, 3) of these.
 
-        Args:
-            patches: (N, D) float32, on the bank's device.
-            count: number K of bank vectors for each patch.
-
-        Returns:
-            Distances (N, K) float32, ascending, and origins (N, K, 3) int32.
+        The K = `count` nearest vectors of each patch, the nearest first; at most M.
         """
         distances, nearest = self.neighbours(patches, count)
         return distances, self.origins[nearest]
@@ -226,22 +219,22 @@ class MemoryBank(Scorer):
         squares = (vectors * vectors).sum(1)
 
         def nearest_of(patches: Tensor, start: int) -> tuple[Tensor, Tensor]:
-            """The least ‖y‖² − 2xy (B, h, w) of a block of vectors y, and the y's indices."""
+            """The least ‖y‖² − 2xy (B, h, w) of a block of vectors y, and the index of that y."""
             block = slice(start, min(start + _BLOCK, count))
             # ‖x − y‖² less ‖x‖², which is the same for all y.
             values = squares[block] - 2 * (patches @ vectors[block].T)
             least = values.amin(-1)
-            places = torch.arange(block.start, block.stop, device=patches.device)
-            beyond = torch.full_like(places, count)  # an index above all others
-            return least, torch.where(values <= least[..., None], places, beyond).amin(-1)
+            indices = torch.arange(block.start, block.stop, device=patches.device)
+            beyond = torch.full_like(indices, count)  # an index above all others
+            return least, torch.where(values <= least[..., None], indices, beyond).amin(-1)
 
         def scores(embeddings: Tensor) -> tuple[Tensor, Tensor]:
             """Patch scores (B, h, w) and nearest vectors (B, h, w)."""
             patches = embeddings - centre
             least, nearest = nearest_of(patches, 0)
             for start in range(_BLOCK, count, _BLOCK):
-                values, place = nearest_of(patches, start)
-                nearest = torch.where(values < least, place, nearest)
+                values, indices = nearest_of(patches, start)
+                nearest = torch.where(values < least, indices, nearest)
                 least = torch.minimum(values, least)
             nearest = nearest.clamp(max=count - 1)  # a patch with NaN has no nearest vector
             difference = patches - vectors[nearest]

@@ -99,12 +99,13 @@ def greedy_k_center(
         points: (N, d), any floating dtype, on CPU or CUDA. Distances are taken in float32.
         size: number of points to pick, 1 to N.
         generator: draws the first pick; not used where there are bounds.
-        bounds: (N,) float32, squared distances to centres that were chosen before, elsewhere: the
-            first pick is the farthest from them.
+        bounds: (N,) float32, squared distances to earlier centres, which aren't among the points;
+            the first pick is the farthest from them.
         progress: called as `progress(done, size)` now and then.
 
     Returns:
-        The picks, on the points' device; all N in their own order when `size` is N.
+        The picks, on the points' device, and their covering radius, which counts the earlier
+        centres. When `size` is N, all points in their own order.
 
     Raises:
         ConfigError: `size` is outside 1 to N.
@@ -113,8 +114,8 @@ def greedy_k_center(
     n = len(points)
     if not 1 <= size <= n:
         raise ConfigError(f"coreset size {size} is outside 1 to {n}, the number of patches")
-    with parallel_pool(points.device) as shared:
-        nearest = MinDistances(points, shared)
+    with parallel_pool(points.device) as run_parallel:
+        nearest = MinDistances(points, run_parallel)
         if size == n:
             return Selection(torch.arange(n, device=points.device), 0.0)
         if bounds is not None:
@@ -150,8 +151,8 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None 
 
     Args:
         points: (N, d) float32; N may be 0.
-        bounds: (N,) float32, squared distances to centres that were chosen before, elsewhere.
-        radius: the distance to its nearest centre or pick that a point may have.
+        bounds: (N,) float32, squared distances to earlier centres, which aren't among the points.
+        radius: the largest distance that a point may have to its nearest centre or pick.
         most: highest number of picks; None for no limit.
 
     Returns:
@@ -164,8 +165,8 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None 
     wanted = len(points) if most is None else min(most, len(points))
     if not wanted:
         return picks
-    with parallel_pool(points.device) as shared:
-        nearest = MinDistances(points, shared)
+    with parallel_pool(points.device) as run_parallel:
+        nearest = MinDistances(points, run_parallel)
         nearest.squared.copy_(bounds)
         while len(new := _pick_from_pool(points, nearest, wanted - len(picks), radius**2)[0]):
             picks = torch.cat([picks, new])
@@ -174,22 +175,23 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None 
 
 
 class MinDistances:
-    """Keeps the squared distance of every point to its nearest centre.
+    """The squared distance of every point to its nearest centre, kept up to date.
 
     Args:
         points: (N, d), any floating dtype.
-        shared: hands out work to threads, see `anomaly.runtime.parallel_pool`.
+        run_parallel: maps a function over work in threads, see `anomaly.runtime.parallel_pool`.
 
     Attributes:
-        squared: (N,) float32; centres have -1. The owner may set them before the first centre.
+        squared: (N,) float32, infinite at first; centres have -1. Distances to centres outside the
+            points may be written here before any is added.
 
     Raises:
         DataError: a point is NaN or infinite.
     """
 
-    def __init__(self, points: Tensor, shared: ParallelMap) -> None:
+    def __init__(self, points: Tensor, run_parallel: ParallelMap) -> None:
         self._points = points
-        self._shared = shared
+        self._run_parallel = run_parallel
         self._mean = points.mean(0, dtype=torch.float32)
         if not bool(self._mean.isfinite().all()):
             bad = int((~points.isfinite().all(1)).sum())
@@ -206,7 +208,7 @@ class MinDistances:
         for batch in torch.split(members, _CENTRES):
             # Distances are multiplied out: around the mean, large norms don't cancel.
             centres = self._points.index_select(0, batch).float() - self._mean
-            self._shared(partial(self._update, centres), self._blocks)
+            self._run_parallel(partial(self._update, centres), self._blocks)
             self.squared[batch] = -1.0  # even where rounding leaves one above 0
 
     def _update(self, centres: Tensor, block: slice) -> None:
@@ -229,8 +231,8 @@ def _pick_from_pool(
         covered: a point up to this squared distance isn't picked.
 
     Returns:
-        Indices of the picks, and of the few farthest points that are left: none nearer than one
-        outside the pool.
+        Indices (n,) of the picks, and of up to eight of the farthest points left: none of these is
+        nearer to the picks than a point outside the pool.
     """
     values, members = nearest.squared.topk(min(_POOL + 1, len(points)))
     floor = max(0.0, float(values[_POOL])) if len(values) > _POOL else 0.0
@@ -246,7 +248,7 @@ def _pick_from_pool(
 def _pick_in_pool(
     pool: Tensor, bounds: Tensor, wanted: int, floor: float, covered: float
 ) -> tuple[list[int], list[int]]:
-    """Picks one by one in a pool, on a CPU, until the farthest point is below the floor.
+    """Pick points of a pool one by one, on the CPU, while the farthest reaches the floor.
 
     A pick takes microseconds: the calls count, and numpy's are the cheaper ones. The product is
     torch's, because numpy's may use threads, which wait for one another.
@@ -259,7 +261,7 @@ def _pick_in_pool(
         covered: a point up to this squared distance isn't picked.
 
     Returns:
-        Places in the pool: of the picks, and of the farthest points that still reach the floor.
+        Places in the pool: of the picks, and of the farthest points left that reach the floor.
     """
     norms: _Array = pool.square().sum(1).numpy()
     nearest: _Array = bounds.numpy()
@@ -297,16 +299,16 @@ def select_coreset(
     """Select patches by greedy k-center among their projections.
 
     Args:
-        patches: the training patches. Read once, or twice where their points don't fit.
+        patches: the training patches. Read once, or three times where their points don't fit.
         projection: (D, d), embeddings to points.
         ratio: share of the patches to pick.
-        memory_limit: bytes of points held at once. It gives way to coresets of more than half of
-            what fits, whose full vectors take a multiple of that.
+        memory_limit: bytes of points held at once; more for a coreset of over half of the points
+            that fit, because its full vectors take a multiple of that anyway.
         generator: on the CPU; draws the sample and the first pick.
         progress: called with (picks done, all of them).
 
     Returns:
-        The places (K, 2) of the picks, for indices.
+        The picks as places (K, 2), see `placed`, and the covering radius of all points.
 
     Raises:
         DataError: no patches, or one is NaN or infinite.
@@ -324,6 +326,8 @@ def select_coreset(
         chosen = greedy_k_center(points, size, generator=generator, progress=progress)
         return replace(chosen, picks=places[chosen.picks])
 
+    # The points are a uniform sample. It gives half of the picks; those of all points that these
+    # leave farthest away give the others.
     first = greedy_k_center(points, max(1, size // 2), generator=generator, progress=progress)
     picks, centres = places[first.picks], points[first.picks]
     del sample, points, places
@@ -331,9 +335,9 @@ def select_coreset(
     if size == 1:
         return Selection(picks, max(float(part.max()) for part in distances if len(part)))
     farthest = _Reservoir(memory_limit, most)
-    again = placed(patches.projected(projection))
-    for (points, places), of_image in zip(again, distances, strict=True):
-        farthest.add(points, places, of_image)
+    pieces = placed(patches.projected(projection))
+    for (points, places), priorities in zip(pieces, distances, strict=True):
+        farthest.add(points, places, priorities)
     points, places, priorities = farthest.held()
     bounds = priorities.square()
     chosen = greedy_k_center(points, size - len(picks), generator=generator, bounds=bounds)
@@ -353,10 +357,10 @@ def _distances(projection: Tensor, centres: Tensor, patches: PatchSet) -> list[T
 
 
 def placed(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Points (n, d) with their places (n, 2) int64: training image, and rank among its patches.
+    """Points (n, d) with places (n, 2) int64: training image, rank among its patches that count.
 
     Args:
-        pieces: training images, and points (n, d) of each or of a part of it.
+        pieces: index of a training image, and points (n, d) of it or of one of its tiles.
     """
     seen: dict[int, int] = {}
     for image, points in pieces:
@@ -367,7 +371,7 @@ def placed(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tenso
 
 
 def in_chunks(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Points of `placed`, several images together: at least 131,072, fewer at the end."""
+    """`placed` with several images together: at least 131,072 points, fewer at the end."""
     held: list[tuple[Tensor, Tensor]] = []
     for piece in placed(pieces):
         held.append(piece)
@@ -388,7 +392,7 @@ class _Reservoir:
     """Keeps the points with the highest priorities among all that are offered.
 
     Args:
-        memory_limit: bytes of points that are kept.
+        memory_limit: bytes of points that are kept at most, if half of the room is large enough.
         wanted: number of points that half of the room holds at least, whatever the limit.
 
     Attributes:
@@ -443,14 +447,9 @@ class _Reservoir:
 def random_projection(dim: int, target: int, *, generator: torch.Generator) -> Tensor:
     """A Gaussian projection that keeps distances in the mean (Johnson & Lindenstrauss 1984).
 
-    Args:
-        dim: dimensions of the embeddings.
-        target: dimensions wanted. With `target >= dim` there is nothing to gain and the
-            identity is returned.
-        generator: draws the entries, on its own device.
-
     Returns:
-        (dim, target) float32, entries N(0, 1/target); or the (dim, dim) identity.
+        (dim, target) float32 on the generator's device, entries N(0, 1/target); the identity
+        (dim, dim) if `target` isn't below `dim`.
     """
     if target >= dim:
         return torch.eye(dim, device=generator.device)
@@ -459,7 +458,7 @@ def random_projection(dim: int, target: int, *, generator: torch.Generator) -> T
 
 
 def coreset_size(n: int, ratio: float) -> int:
-    """The number of `n` patches that the memory bank keeps: `ratio` of them, at least one."""
+    """Number of `n` patches that the bank keeps: a share `ratio`, rounded down, at least one."""
     return max(1, int(n * ratio + 1e-9))  # 100 × 0.29 is 28.999… in binary
 
 
@@ -508,7 +507,7 @@ def squared_to_two_owners(
     work = [(c, block) for c, group in groups for block in torch.split(group, rows) if len(block)]
 
     def measure(item: tuple[int, Tensor]) -> None:
-        """Write the results for some points (n,) of a cell."""
+        """Write the results for a cell's points, given by their indices (n,)."""
         cell, block = item
         if len(block) < _LEAST:  # its first point fills the block up
             block = torch.cat([block, block[:1].expand(_LEAST - len(block))])
@@ -542,7 +541,7 @@ class _Cells:
 
     @classmethod
     def around_first(cls, centres: Tensor, owners: Tensor, count: int) -> _Cells:
-        """Cells around centres (M, d) with owners (M,): one for every 16 centres, 256 at most."""
+        """Cells around centres (M, d), one for every 16: 1 to 256 on a CPU, 1 on a GPU."""
         cells = max(1, min(len(centres) // _CELL_CENTRES, _CELLS[centres.device.type]))
         distances, order = torch.cdist(centres[:cells], centres).sort(1)
         return cls(centres, owners, count, order, distances)
@@ -591,6 +590,9 @@ def _reach(squared: Tensor, norms: Tensor, enough: float) -> float:
         squared: (owners, n), squared distances of the members to the nearest centres so far.
         norms: (n,), squared distances of the members to the origin.
         enough: see `squared_to_two_owners`.
+
+    Returns:
+        The distance; -1 if no member needs further centres.
     """
     second = squared.topk(min(2, len(squared)), 0, largest=False).values[-1]
     unsettled = ~(second <= enough)  # includes NaN

@@ -14,14 +14,14 @@ _CENTRE = 7 / 16
 
 
 def patchcore_sharp(maps: Sequence[Tensor]) -> Tensor:
-    """PatchCore's layers side by side, those of the finest grid averaged less.
+    """Patch embeddings of the layers side by side; those of the finest grid are averaged less.
 
     A mean over 3×3 positions of the finest layer blurs what it sees best, small defects. There the
     centre counts as much as its eight neighbours together; in coarser layers, which are brought to
     a finer grid, all nine count alike. What that is worth: `benchmarks/ACCURACY.md`.
 
     Args:
-        maps: (B, C_i, h_i, w_i) each, any order of grids.
+        maps: (B, C_i, h_i, w_i) each, of any grids.
 
     Returns:
         (B, h, w, ΣC_i) float32 on the finest grid.
@@ -38,7 +38,7 @@ def patchcore_concat(maps: Sequence[Tensor]) -> Tensor:
     to the finest grid bilinearly, and the channels are joined.
 
     Args:
-        maps: (B, C_i, h_i, w_i) each, any order of grids.
+        maps: (B, C_i, h_i, w_i) each, of any grids.
 
     Returns:
         (B, h, w, ΣC_i) float32 on the finest grid.
@@ -57,7 +57,7 @@ def _finest(maps: Sequence[Tensor]) -> torch.Size:
 
 
 def _join(maps: Sequence[Tensor]) -> Tensor:
-    """Maps (B, C_i, h_i, w_i) on the finest grid, their channels side by side, channels last."""
+    """Maps (B, C_i, h_i, w_i) joined on the finest grid, (B, h, w, ΣC_i) float32."""
     finest = _finest(maps)
     if torch.compiler.is_compiling():  # writing into places is a detour in a traced graph
         return torch.cat([_resized(m, finest) for m in maps], 1).permute(0, 2, 3, 1)

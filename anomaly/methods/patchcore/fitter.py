@@ -31,12 +31,7 @@ _CLOSER = 0.95
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int) -> MemoryBankFitter:
-    """The fitter of a config's section `model`.
-
-    Args:
-        settings: the section's values by key.
-        seed: seed of the projection and the first pick.
-    """
+    """The fitter of a config's section `model`; projection and first pick are drawn by the seed."""
     return MemoryBankFitter(
         settings["coreset_ratio"],
         seed=seed,
@@ -56,7 +51,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         memory_limit: bytes of projected patches held at once: 500,000 of 128 numbers. With more
             patches, the selection is nearly as good, and reads their points twice more; see
             `select_coreset`.
-        embedding: how feature maps become embeddings, see `MemoryBank`.
+        embedding: alignment of feature maps, see `MemoryBank`.
         spacing_neighbours: neighbours that a vector's spacing is averaged over, see `MemoryBank`.
         base: the bank that `fit` adds to; None where it makes one.
     """
@@ -71,32 +66,33 @@ class MemoryBankFitter(Fitter[MemoryBank]):
 
     @property
     def align(self) -> Align:
-        """Turn feature maps into the embeddings to learn from."""
+        """The function from feature maps to the embeddings to learn from."""
         return ALIGNERS[self.embedding]
 
     def selection_matrix(self, channels: int) -> Tensor:
         """The matrix (D, d) that projects patches for the selection, with D = `channels`."""
-        return self._drawn(channels)[0]
+        return self._draw_projection(channels)[0]
 
-    def _drawn(self, channels: int) -> tuple[Tensor, torch.Generator]:
+    def _draw_projection(self, channels: int) -> tuple[Tensor, torch.Generator]:
         """The projection, and the generator that draws everything random after it."""
         generator = torch.Generator().manual_seed(self.seed)
         return random_projection(channels, self.projection_dim, generator=generator), generator
 
     def fit(self, batches: PatchSet, progress: Progress | None = None) -> MemoryBank:
-        """Choose the bank: one reading for the projections, another for the chosen vectors.
+        """Choose the bank among good patches, or extend `base` by those that it doesn't cover.
 
         Args:
-            batches: good patches, of any grids.
-            progress: called with (bank vectors selected, all of them).
+            batches: good patches, of any grids; read for their projections, see `select_coreset`,
+                and again for the chosen vectors.
+            progress: called with (bank vectors selected, all of them); not for an extension.
 
         Raises:
-            ConfigError: the coreset's ratio or size can't be had.
-            DataError: no patches, or some that hold NaN or infinite values.
+            ConfigError: `coreset_ratio` is above 1.
+            DataError: no patches, NaN or infinite ones, or fewer at the second reading.
         """
         if self.base is not None:
             return _extended(self.base, batches, self._projection_of(self.base)).spaced()
-        matrix, generator = self._drawn(batches.channels)
+        matrix, generator = self._draw_projection(batches.channels)
         # Batches that are made in inference mode switch it on between them, but not at the end;
         # what is written to all along has to live in one mode.
         with torch.inference_mode():
@@ -150,8 +146,9 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         elif len(folds) < 2:
             raise ValueError("without its only fold a bank is empty; give two folds or more")
         fold_of = {image: k for k, fold in enumerate(folds) for image in fold}
-        owners = [fold_of[image] for image in scorer.origins[known:, 0].tolist()]
-        owner = torch.tensor([len(folds)] * known + owners, device=scorer.vectors.device)
+        further = [fold_of[image] for image in scorer.origins[known:, 0].tolist()]
+        # The number of folds stands for none: those vectors stay in every bank.
+        owner = torch.tensor([len(folds)] * known + further, device=scorer.vectors.device)
         picks = self._stand_ins(scorer, patches, owner, fold_of)
         counts = torch.tensor([len(places) for places in picks])
         stands_in_for = torch.arange(len(folds)).repeat_interleave(counts).to(owner.device)
@@ -160,8 +157,8 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         for k, fold in enumerate(folds):
             rows = torch.cat([owner != k, stands_in_for == k]).nonzero()[:, 0]
             kept = int((owner != k).sum())
-            # Vectors that stay keep the spacing they have in the whole bank: finding all anew would
-            # take as long as a tenth of the scores.
+            # Vectors that stay keep the spacing they have in the whole bank: computing all anew
+            # would take a tenth of the time that the scores take.
             new = torch.arange(kept, len(rows), device=owner.device)
             yield fold, whole.only(rows, scorer).spaced(new)
 
@@ -172,7 +169,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
 
         Args:
             bank: the whole bank.
-            patches: the patches to pick from; read twice.
+            patches: the patches to pick from; read once.
             owner: (M,) int64, the fold of each bank vector; K, the number of folds, for none.
             fold_of: the fold of each training image.
         """
@@ -180,7 +177,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         radius, share = bank.covering_radius, 1.0
         if self.base is None:
             radius *= _CLOSER
-            # Uncovered patches may take as much memory as the points of a selection.
+            # Uncovered float32 points may take as much memory as the points of a selection.
             share = self.memory_limit / (4 * projection.shape[1] * patches.count)
         picks = []
         with torch.inference_mode():
@@ -207,12 +204,7 @@ def _extended(bank: MemoryBank, patches: PatchSet, projection: Tensor) -> Memory
 
     Of the patches that are farther than the covering radius from their nearest vector, the
     farthest is added, until there are none, portion by portion. Parts like those it knows add next
-    to nothing.
-
-    Args:
-        bank: the bank.
-        patches: further good patches; read twice.
-        projection: (D, d), embeddings to the points that the bank was selected on.
+    to nothing. The projection (D, d) leads to the points that the bank was selected on.
 
     Raises:
         DataError: no patches, or some that hold NaN or infinite values.
@@ -254,10 +246,7 @@ class _Cover:
     share: float
 
     def uncovered(self, patches: PatchSet) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """The patches of other folds that only vectors of one fold cover.
-
-        Args:
-            patches: patches of some of the training images.
+        """The patches, or a share of them, that only vectors of a fold not their own cover.
 
         Returns:
             Portions of projected points (n, d), their squared distances (n,) to the nearest vector
@@ -274,13 +263,13 @@ class _Cover:
                 own_folds = [self.fold_of[image] for image in places[:, 0].tolist()]
                 own = torch.tensor(own_folds, device=points.device)
                 lost = (second > enough) & (covering != own) & (covering < folds)
-                lost &= _drawn(places, self.share)
+                lost &= _is_drawn(places, self.share)
                 portions.append((points[lost], second[lost], places[lost], covering[lost]))
         return portions
 
 
-def _drawn(places: Tensor, share: float) -> Tensor:
-    """A pseudo-random choice (n,) bool of a share of patches, by their places (n, 2).
+def _is_drawn(places: Tensor, share: float) -> Tensor:
+    """True (n,) for a pseudo-random share of patches, by their places (n, 2).
 
     A generator's numbers would depend on how images are cut into parts, and a cluster cuts them
     differently from one machine.
@@ -332,7 +321,7 @@ def gather(patches: PatchSet, places: Tensor) -> tuple[Tensor, Tensor]:
     origins = torch.empty(len(places), 3, dtype=torch.int32, device=places.device)
     missing = len(places)
     for part in patches.each(partial(_gathered, places.cpu())):
-        while part:  # what is copied goes, so that nothing is there twice
+        while part:  # each entry is freed once copied, so that no vector is in memory twice
             rows, embeddings, where = part.pop()
             rows = rows.to(places.device)
             vectors[rows], origins[rows] = embeddings.to(places.device), where.to(places.device)
@@ -343,7 +332,7 @@ def gather(patches: PatchSet, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(places: Tensor, patches: PatchSet) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Rows of `places` (M, 2) that lie in some images, with their embeddings and origins.
+    """Rows of `places` (M, 2) that lie in the patches' images, with embeddings and origins.
 
     Returns:
         By image or tile: rows (n,) int64, embeddings (n, D) and origins (n, 3) int32.

@@ -78,11 +78,11 @@ class NearestNeighbors:
             exact = ExactIndex(bank, screened=False) if method == "faiss" else None
             self._index = FaissIndex(bank, exact)
 
-    def of_most(self, bank: Array) -> NearestNeighbors | None:
-        """Neighbours in a bank of mostly the same vectors; None where that saves no time."""
+    def for_similar(self, bank: Array) -> NearestNeighbors | None:
+        """The search in a bank of mostly the same vectors; None where faiss searches."""
         if not isinstance(self._index, ExactIndex):
             return None
-        return NearestNeighbors(bank, index=self._index.of_most(bank))
+        return NearestNeighbors(bank, index=self._index.for_similar(bank))
 
     def search(self, queries: Array, k: int = 1) -> tuple[Array, Array]:
         """Find the nearest bank vectors.
@@ -93,7 +93,8 @@ class NearestNeighbors:
 
         Returns:
             (Q, k) float32 Euclidean distances, ascending and differentiable in the queries, and
-            (Q, k) int64 indices. NaN, and any vector, for a query with NaN.
+            (Q, k) int64 indices. NaN, and any vector, for a query with NaN; any vector and its
+            distance for one with a squared norm above 1e30.
         """
         k = min(k, len(self._bank))
         if not len(queries):
@@ -132,8 +133,8 @@ class ExactIndex:
             with one_blas_thread():
                 self._screen = Screen.of(self._bank, self._mean, axes)
 
-    def of_most(self, bank: Array) -> ExactIndex:
-        """The index of a bank of mostly the same vectors, with the axes, which are slow to find."""
+    def for_similar(self, bank: Array) -> ExactIndex:
+        """The index of a bank of mostly the same vectors; the axes, slow to find, are kept."""
         return ExactIndex(bank, is_screened(bank), self._screen.axes if self._screen else None)
 
     def candidates(self, queries: Array, k: int) -> Array:
@@ -142,7 +143,7 @@ class ExactIndex:
         finite = _squared_norms(values) <= _LARGEST
         values = module_of(values).where(finite[:, None], values, 0)
         indices = self._in_blocks(values, k, self._screen)
-        undecided = indices[:, 0] < 0
+        undecided = indices[:, 0] < 0  # the whole product is quicker for these
         if undecided.any():
             indices[undecided] = self._in_blocks(values[undecided], k, None)
         return like(indices, queries) if self._device.type == "cpu" else indices
@@ -152,7 +153,8 @@ class ExactIndex:
         kind = self._device.type
         threads = get_threads() if kind == "cpu" else 1
         most = max(1, min(_QUERIES[kind], _BLOCK[kind] // len(self._bank)))
-        count = -(-len(queries) // (most * threads)) * threads  # equal shares for all threads
+        # Rounded up to a multiple of the threads, so that all have equal shares.
+        count = -(-len(queries) // (most * threads)) * threads
         step = -(-len(queries) // count)
         blocks = [queries[start : start + step] for start in range(0, len(queries), step)]
         with one_blas_thread():
@@ -174,8 +176,8 @@ class ExactIndex:
         squared = _squared_distances(queries, bank, rows, columns)
         farthest = xp.amax(squared.reshape(k, -1), 0)
         rounding = _ROUNDING * (_squared_norms(centred) + farthest)
+        # All others with bounds, half squared distances, up to the farthest of these are measured.
         limits = ((xp.sqrt(farthest) + moved) ** 2 + rounding) / 2
-        # All others with bounds up to the farthest of these are measured, too.
         more_rows, more_columns = _places(bounds <= limits[:, None])
         counts = xp.bincount(more_rows, minlength=len(queries))
         undecided = counts > (_MANY if screen else 1) * len(bank)
@@ -184,7 +186,7 @@ class ExactIndex:
         more = _squared_distances(queries, bank, more_rows, more_columns)
         rows = xp.concatenate([rows, more_rows])
         columns = xp.concatenate([columns, more_columns])
-        nearest = columns[_first_of_each(rows, xp.concatenate([squared, more]), k)]
+        nearest = columns[_lowest_of_each(rows, xp.concatenate([squared, more]), k)]
         nearest[undecided] = -1
         return nearest
 
@@ -210,12 +212,9 @@ class Screen:
 
     @classmethod
     def of(cls, bank: Floats, mean: Floats, axes: Floats | None = None) -> Screen:
-        """The screen of a bank (M, D).
+        """The screen of a bank (M, D) with its mean (D,).
 
-        Args:
-            bank: (M, D) float32.
-            mean: (D,), the bank's mean.
-            axes: (D, d), orthonormal; None for the bank's principal axes.
+        Its axes (D, d) are the bank's principal axes unless orthonormal ones are given.
         """
         count = round(AXES * math.sqrt(bank.shape[1] / _DIMENSIONS))
         if axes is None and bank.shape[1] > count:
@@ -228,23 +227,19 @@ class Screen:
         return cls(axes, rows, moved.max())
 
     def bounds(self, centred: Floats) -> tuple[Floats, Floats]:
-        """Half the squared distances of rounded vectors, and the lengths they are moved by.
+        """Half the squared distances (Q, M) of rounded vectors, from centred queries (Q, D).
 
-        Args:
-            centred: (Q, D), queries less the bank's mean.
-
-        Returns:
-            (Q, M), and the lengths (Q,) by which rounding moves a query and a bank vector together.
+        And the lengths (Q,) by which rounding moves a query and a bank vector together.
         """
         rows, moved = _rows(centred, self.axes, of_bank=False)
         return rows @ self.rows.T, moved + self.moved
 
 
 def _rows(centred: Floats, axes: Floats | None, *, of_bank: bool) -> tuple[Floats, Floats]:
-    """Rows (n, K) of the product, and the lengths (n,) by which rounding moves their vectors.
+    """Rows (n, K) of a product, and the lengths (n,) by which rounding moves their vectors.
 
-    A query's row times a bank vector's row is half their squared distance, because each row holds
-    half its squared norm, too.
+    A query's row times a bank vector's row is half the squared distance of their coordinates, for
+    each row holds half its squared norm, too; that is a lower bound, see `Screen`.
 
     Args:
         centred: (n, D), vectors less the bank's mean.
@@ -284,7 +279,7 @@ class FaissIndex:
     Args:
         bank: (M, D) float32 on the CPU.
         exact: index that decides where faiss's float32 products are ambiguous; None to search the
-            4 nearest of about 4√M inverted lists, which is approximate.
+            4 nearest of up to 4√M inverted lists, which is approximate.
     """
 
     def __init__(self, bank: Array, exact: ExactIndex | None) -> None:
@@ -320,11 +315,7 @@ class FaissIndex:
     def _flat(self, exact: ExactIndex, queries: Array, rows: Floats, k: int) -> Array:
         """Indices (Q, k) int64 of the k nearest by faiss; by `exact` where products are ambiguous.
 
-        Args:
-            exact: the index that decides.
-            queries: (Q, D) float32.
-            rows: (Q, D), the queries less the bank's mean.
-            k: number of vectors for each query.
+        Takes the queries (Q, D), and as rows (Q, D) the same less the bank's mean.
         """
         scores, indices = self._index.search(rows, min(k + 1, self._index.ntotal))
         nearest = indices[:, :k].copy()
@@ -337,7 +328,7 @@ class FaissIndex:
 
 
 def _inverted(vectors: Floats) -> Any:
-    """Faiss's inverted lists of vectors (M, D), trained or from the user's cache."""
+    """Faiss's inverted lists of vectors (M, D): from the user's cache, else trained and cached."""
     import faiss  # heavy, and used by few
 
     key = hashlib.sha256(vectors.data).hexdigest()[:32]
@@ -379,18 +370,18 @@ def _take_least(bounds: Array, rows: Array) -> Array:
 
 
 def _places(mask: Array) -> tuple[Array, Array]:
-    """Rows and columns of True values, faster than `nonzero`."""
+    """Rows and columns of a mask's True values, faster than `nonzero`."""
     flat = module_of(mask).argwhere(mask.reshape(-1))[:, 0]
     return flat // mask.shape[1], flat % mask.shape[1]
 
 
-def _first_of_each(rows: Array, values: Array, k: int) -> Array:
-    """The columns (Q, k) of the k lowest values of each row, ascending.
+def _lowest_of_each(rows: Array, values: Array, k: int) -> Array:
+    """Indices (Q, k) of each row's k lowest among n values, ascending by value.
 
     Args:
-        rows: (n,) int64; each of the numbers from 0 to Q − 1 occurs k times at least.
+        rows: (n,) int64, the row of each value; each row from 0 to Q − 1 has at least k.
         values: (n,).
-        k: number of columns for each row.
+        k: number of values for each row.
     """
     xp, order = module_of(values), _ascending(values)
     order = order[_ascending(rows[order])]
@@ -400,7 +391,7 @@ def _first_of_each(rows: Array, values: Array, k: int) -> Array:
 
 
 def _ascending(values: Array) -> Array:
-    """The stable order along the last axis."""
+    """Indices that sort values along the last axis, equal ones in their order."""
     if isinstance(values, np.ndarray):
         return values.argsort(kind="stable")
     return values.argsort(stable=True)
@@ -430,6 +421,7 @@ def _distances_to(bank: Array, queries: Array, candidates: Array) -> Array:
 def _squared_distances(queries: Array, bank: Array, rows: Array, columns: Array) -> Array:
     """Squared distances (n,) of the pairs queries[rows], bank[columns], measured directly."""
     step = max(1, _GATHERED[device_of(bank).type] // max(1, queries.shape[1]))
+    # Without pairs one empty block, because there has to be something to concatenate.
     blocks = [slice(start, start + step) for start in range(0, max(1, len(rows)), step)]
     parts = []
     for block in blocks:
@@ -440,15 +432,10 @@ def _squared_distances(queries: Array, bank: Array, rows: Array, columns: Array)
 
 
 def _half_squared_distances(centred: Array, bank: Array, mean: Array) -> Array:
-    """Half the squared distances (Q, M) of queries to a bank, by matrix products.
+    """Half the squared distances (Q, M) of queries to a bank (M, D), by matrix products.
 
     Relative to the mean, so that large norms don't cancel. The bank is centred block by block: a
-    few percent of the product's time, and no copy is kept.
-
-    Args:
-        centred: (Q, D), queries less the bank's mean.
-        bank: (M, D).
-        mean: (D,), the bank's mean.
+    few percent of the product's time, and no copy is kept. The queries (Q, D) come centred.
     """
     halves, parts = _squared_norms(centred)[:, None] / 2, []
     for start in range(0, len(bank), _CENTRED):
