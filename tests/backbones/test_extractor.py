@@ -297,33 +297,6 @@ def test_a_planted_mark_is_at_its_pixel() -> None:
         assert divmod(int(change.argmax()), 7) == (row, column)
 
 
-class Blocks(nn.Module):
-    """A transformer's tokens: `extra` of them before those of patches of 8 pixels."""
-
-    def __init__(self, extra: int) -> None:
-        super().__init__()
-        self.extra, self.inner = extra, nn.Conv2d(3, 6, 8, 8)
-        self.rows, self.tokens = nn.Identity(), nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        patches = self.rows(self.inner(x).permute(0, 2, 3, 1)).flatten(1, 2)
-        return self.tokens(torch.cat([patches.new_zeros(len(x), self.extra, 6), patches], 1))
-
-
-def test_tokens_and_channels_last_become_maps_without_tokens_before_the_patches() -> None:
-    images = torch.randn(2, 3, 24, 40)
-    for extra in (0, 1, 5):
-        truncated = truncate(meta(Blocks, extra), ["rows", "tokens"])
-        assert truncated.layouts == (Layout("channels_last", 6, 8), Layout("tokens", 6, 8))
-        network = Blocks(extra)
-        with torch.no_grad():
-            maps = network.inner(images)
-            for layout, put_out in zip(
-                truncated.layouts, (maps.permute(0, 2, 3, 1), network(images)), strict=True
-            ):
-                torch.testing.assert_close(layout.map_of(put_out, (24, 40)), maps)
-
-
 def test_what_is_no_grid_is_refused() -> None:
     assert token_stride(197, (224, 224)) == token_stride(201, (224, 224)) == 16
     assert token_stride(257, (224, 224)) == token_stride(261, (224, 224)) == 14

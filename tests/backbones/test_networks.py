@@ -99,23 +99,6 @@ def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) ->
     assert not torch.equal(first["conv1.weight"], other["conv1.weight"])
 
 
-def test_filled_networks_compute_what_torchvision_computes() -> None:
-    state, _ = read_weights("resnet18", "random", 0)
-    truncated = truncate(build("resnet18"), ["layer1", "layer2"])
-    load_state(truncated.network, state, build("resnet18"), "random")
-    reference = torchvision.models.resnet18()
-    reference.load_state_dict(state)
-    reference.eval()
-    images = torch.rand(2, 3, 64, 64)
-    with torch.no_grad():
-        r: Any = reference
-        layer1 = r.layer1(r.maxpool(r.relu(r.bn1(r.conv1(images)))))
-        layer2 = r.layer2(layer1)
-    first, second = truncated(images)
-    torch.testing.assert_close(first, layer1)
-    torch.testing.assert_close(second, layer2)
-
-
 ODD_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "without values": lambda t: t.to("meta"),
     "sparse": torch.Tensor.to_sparse,
@@ -188,10 +171,6 @@ def test_a_network_of_ones_own_is_an_entry_of_the_registry(
     monkeypatch.delitem(networks.BACKBONES, "mine")
     with pytest.raises(ConfigError, match="'mine' isn't a network"):
         build("mine")
-
-
-def test_a_package_offers_its_network_by_an_entry_point() -> None:
-    assert type(build("tiny")) is TinyNetwork
 
 
 EGYPTIAN_CAT = 285

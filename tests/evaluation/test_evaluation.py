@@ -14,7 +14,6 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from anomaly.datasets.layouts import open_dataset
 from anomaly.datasets.samples import Sample
 from anomaly.desk.change import Compared
-from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import Evaluation, score_test_split, width_of
 from anomaly.evaluation.metrics import Metrics
 from anomaly.imaging.read import read_mask
@@ -51,13 +50,6 @@ def disc(tmp_path: Path) -> Path:
 def evaluated(run: Path, product: Path, **options: Any) -> Evaluation:
     """The evaluation of a run's model on the test split of a product."""
     return score_test_split(load_model(run, "cpu"), open_dataset("mvtec", product).test, **options)
-
-
-def test_a_mask_of_another_size_is_an_error(run_folder: Path, disc: Path) -> None:
-    mask = disc / "ground_truth" / "spot" / "001_mask.png"
-    cv2.imwrite(str(mask), np.zeros((50, 60), np.uint8))
-    with pytest.raises(DataError, match=r"001_mask\.png is 60×50 pixels, but its image"):
-        evaluated(run_folder, disc)
 
 
 def test_an_image_that_cannot_be_read_or_whose_mask_cannot_is_left_out_and_listed(

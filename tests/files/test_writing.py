@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import Command, train_arguments
+from conftest import Command, Says, train_arguments
 from kit import table
 
 from anomaly.errors import AnomalyError, OutputError
@@ -163,19 +163,13 @@ def test_json_is_read_as_it_was_written_and_nothing_that_nobody_can_mean() -> No
 
 
 def test_overwriting_spares_folders_that_no_run_has_made(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command
+    product: Path, tmp_path: Path, says: Says
 ) -> None:
-    infer = ["--model", run_folder, "--input", product / "test" / "good", "--overwrite"]
-    train = ["--overwrite", *train_arguments(product, tmp_path)]
-    for name, arguments, kept in (
-        ("infer", infer, "heatmaps/a/b.png"),
-        ("train", train, "model/photo.png"),
-    ):
-        out = tmp_path / name
-        write(out / kept, "somebody's")
-        code, _, err = command(name, [*arguments, "--output", out])
-        assert (code, "isn't from an earlier run" in err) == (2, True), err
-        assert [file for file in out.rglob("*") if file.is_file()] == [out / kept]
+    photo = tmp_path / "model" / "photo.png"
+    write(photo, "somebody's")
+    said = says(2, "train", ["--overwrite", *train_arguments(product, tmp_path)])
+    assert "isn't from an earlier run" in said
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [photo]
 
 
 def test_overwriting_spares_what_somebody_has_put_among_a_runs_files(

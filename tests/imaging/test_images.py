@@ -49,34 +49,17 @@ def grey_of(rgb):
 def test_8_bit_kinds(rgb):
     grey = rgb[..., 0]
     black_white = np.where(grey > 127, 255, 0).astype(np.uint8)
-    palette_image = Pil.fromarray(rgb).quantize(60)
-    palette_rgb = np.asarray(palette_image.convert("RGB"))
-    palette_file = io.BytesIO()
-    palette_image.save(palette_file, "PNG")
-    jpegs = [encoded(pixels, "JPEG", quality=90) for pixels in (rgb, grey)]
-    by_pillow = [np.asarray(Pil.open(io.BytesIO(data)).convert("RGB")) for data in jpegs]
-    cases = {
-        "jpeg rgb8": (jpegs[0], by_pillow[0]),
-        "jpeg grey8": (jpegs[1], by_pillow[1]),
-        "png rgb8": (encoded(rgb, "PNG"), rgb),
-        "png grey8": (encoded(grey, "PNG"), grey_of(rgb)),
-        "png grey1": (converted(black_white, "1", "PNG"), grey_of(black_white[..., None])),
-        "png palette8": (palette_file.getvalue(), palette_rgb),
-        "bmp rgb8": (encoded(rgb, "BMP"), rgb),
-        "bmp palette8": (encoded(grey, "BMP"), grey_of(rgb)),
-        "bmp palette1": (converted(black_white, "1", "BMP"), grey_of(black_white[..., None])),
-        "tiff rgb8": (encoded(rgb, "TIFF"), rgb),
-        "tiff grey8": (encoded(grey, "TIFF"), grey_of(rgb)),
-        "webp rgb8": (encoded(rgb, "WEBP", lossless=True), rgb),
-    }
-    for name, (data, expected) in cases.items():
+    jpeg = encoded(grey, "JPEG", quality=90)
+    for mode, data, expected in (
+        ("grey8", jpeg, np.asarray(Pil.open(io.BytesIO(jpeg)).convert("RGB"))),
+        ("grey8", encoded(grey, "PNG"), grey_of(rgb)),
+        ("grey1", converted(black_white, "1", "PNG"), grey_of(black_white[..., None])),
+        ("rgb8", encoded(rgb, "TIFF"), rgb),
+    ):
         image = read_image(data)
-        assert image.mode == name.split()[1]
-        assert image.pixels.dtype == np.uint8
-        assert image.full_scale == 255
+        assert (image.mode, image.full_scale, image.size) == (mode, 255, (H, W))
         assert image.pixels.flags.c_contiguous
-        assert image.size == (H, W)
-        np.testing.assert_array_equal(image.pixels, expected, err_msg=name)
+        np.testing.assert_array_equal(image.pixels, expected)
 
 
 def test_16_bit_ramps_keep_every_level():

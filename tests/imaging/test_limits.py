@@ -138,11 +138,6 @@ def test_the_memory_limit_is_a_setting(tmp_path: Path, monkeypatch: pytest.Monke
     tifffile.imwrite(file, np.zeros((side, side, 3), "f4"), photometric="rgb")
     assert read_one(read_image, file, about=file).size == (side, side)
     pool.close()
-    monkeypatch.setenv("ANOMALY_DECODER_MEMORY", "300")
-    more = pytest.raises(ImageError, match=r"more than the 0\.3 GB .*ANOMALY_DECODER_MEMORY")
-    with more:
-        read_one(read_image, file, about=file)
-    pool.close()
     monkeypatch.setenv("ANOMALY_DECODER_MEMORY", "lots")
     with pytest.raises(AnomalyError, match="'lots'; it must be a whole number of megabytes"):
         read_one(read_image, file, about=file)

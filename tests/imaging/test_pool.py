@@ -2,20 +2,18 @@
 
 import errno
 import os
-import pickle
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 from unittest.mock import Mock
 
 import cv2
 import numpy as np
 import pytest
-from conftest import REPOSITORY, Command, train_arguments
+from conftest import REPOSITORY
 
 from anomaly.errors import AnomalyError, OutputError
 from anomaly.imaging import pool
@@ -189,35 +187,6 @@ def test_an_image_that_cannot_be_drawn_is_failed(
     decoders = _decoders(folder)
     drawn = decoders.finish(0, path, _map(decoders.load(path)), "0.png").result()
     assert (drawn.status, "no room" in drawn.reason) == ("failed", True)
-
-
-def test_what_commands_send_to_the_processes_loads_no_torch(
-    product: Path,
-    run_folder: Path,
-    command: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    modules, send = {"anomaly.imaging.pool"}, pool.send
-
-    def noting(stream: IO[bytes] | None, message: object) -> None:
-        modules.update(re.findall(r"anomaly\.[a-z_.]+", pickle.dumps(message).decode("latin-1")))
-        send(stream, message)
-
-    monkeypatch.setattr(pool, "send", noting)
-    settings = train_arguments(product, tmp_path / "run")
-    model, output = ["--model", run_folder, "--device", "cpu"], ["--output", tmp_path / "results"]
-    for name, arguments in (
-        ("check", settings[:-4]),
-        ("train", [*settings, "--no-calibrate"]),
-        ("evaluate", [*model, "--output", tmp_path / "evaluation"]),
-        ("infer", [*model, "--input", product / "test", *output]),
-    ):
-        assert command(name, arguments)[0] == 0, name
-    assert "anomaly.imaging.loading" in modules
-    code = f"import sys, {', '.join(modules)}; print(*(m for m in sys.modules if m == 'torch'))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "", sorted(modules)
 
 
 @pytest.mark.usefixtures("decoding_processes")

@@ -17,7 +17,6 @@ from anomaly.imaging.arrays import source_of
 from anomaly.imaging.geometry import Sizing, patch_mask, render
 from anomaly.imaging.read import DEFAULT, Image
 
-_MOTION = st.builds(Motion, st.floats(-3, 3), st.floats(-20, 20), st.floats(-20, 20))
 _CORNERS = [(-50.0, -30.0), (50.0, -10.0), (-50.0, 30.0), (50.0, 30.0)]
 
 
@@ -29,20 +28,6 @@ def image(picture: np.ndarray) -> Image:
 
 def learned(given: list, *, rigid: bool = True) -> tuple[Reference, int]:
     return learn([grey_picture(image(draw(p, i))) for i, p in enumerate(given)], rigid=rigid)
-
-
-@given(_MOTION, _MOTION, st.floats(-50, 50), st.floats(-50, 50))
-def test_motions_join_and_go_back_as_matrices_do(
-    one: Motion, two: Motion, x: float, y: float
-) -> None:
-    def matrix(motion: Motion) -> np.ndarray:
-        return np.vstack([motion.matrix((30, 40)), [0, 0, 1]])
-
-    point = np.array([x, y, 1])
-    np.testing.assert_allclose(
-        matrix(one.after(two)) @ point, matrix(one) @ matrix(two) @ point, atol=1e-9
-    )
-    np.testing.assert_allclose(matrix(one.inverse()) @ matrix(one) @ point, point, atol=1e-9)
 
 
 @pytest.mark.parametrize(("rigid", "turn"), [(True, 180), (False, 0)])

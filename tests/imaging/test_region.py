@@ -75,17 +75,6 @@ def test_a_patch_counts_when_half_of_it_does() -> None:
             if abs(part - 0.5) > 0.01:
                 assert found[i, j] == (part > 0.5)
         assert 0 < found.sum() < 64
-
-
-def test_a_patch_that_is_half_inside_counts() -> None:
-    view = Sizing(64, None, 64, 8).view((64, 64))
-    mask = np.zeros((64, 64), bool)
-    mask[:, :20] = True  # two and a half patches
-    inside = patch_mask(Region(DrawnMask(mask), None), view, (8, 8))
-    assert inside[:, :3].all()
-    assert not inside[:, 3:].any()
-    mask[:, 19] = False
-    assert not patch_mask(Region(DrawnMask(mask), None), view, (8, 8))[:, 2:].any()
     with pytest.raises(DataError, match="enlarge it"):
         patch_mask(Region(DrawnMask(mask), DrawnMask(mask)), view, (8, 8))
 
@@ -132,6 +121,8 @@ def test_a_drawn_mask_travels_with_the_model(
     arguments = train_arguments(product, tmp_path / "run", setting)
     assert command("train", [*arguments, "--no-calibrate"])[0] == 0
     (tmp_path / "mask.png").unlink()
+    code, _, err = command("train", ["--overwrite", *arguments])
+    assert (code, str(tmp_path / "mask.png") in err) == (2, True)
     detector = load_model(tmp_path / "run", torch.device("cpu"))
     assert detector.scorer.tensors()["origins"][:, 2].max() <= 4
     (found,) = detector.predict([product / "test" / "spot" / "000.png"])
@@ -182,20 +173,3 @@ def test_an_image_that_the_region_does_not_fit_leaves_its_batch_alone(
     assert (found[1].status, str(files[1]) in found[1].reason) == ("unsupported", True)
     alone = list(detector.predict([files[0], files[2]]))
     assert [found[i].score for i in (0, 2)] == [one.score for one in alone]
-
-
-def test_mistakes_in_the_config(product: Path, tmp_path: Path, command: Command) -> None:
-    for setting, says in (
-        ("image.region={polygons: [[[0, 0], [1, 1]]]}", "at least 3"),
-        (
-            "image.region={polygons: [[[0, 0], [20, 0], [20, 20]]]}",
-            "corner is 20; give shares of width and height",
-        ),
-        ("image.region={polygons: [[[0, 0], [-1, 0], [0, 1]]]}", "corner is -1; give shares"),
-        ("image.region={}", "either `png` or `polygons`"),
-        ("image.region={pgn: a.png}", "did you mean 'png'"),
-        ("image.ignore={png: /nowhere.png}", "/nowhere.png"),
-        ("image={tile: 128, resize: 64}", "exclude each other"),
-    ):
-        code, _, err = command("train", train_arguments(product, tmp_path / "run", setting))
-        assert (code, says in err) == (2, True), err

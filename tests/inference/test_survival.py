@@ -130,17 +130,3 @@ def test_a_damaged_journal_and_another_run_are_not_continued(tmp_path: Path) -> 
         pass
     with pytest.raises(OutputError, match="another model"):
         RunJournal(outputs, {"model": "b", "images": "x"})
-
-
-def test_a_finished_run_says_what_it_was(tmp_path: Path) -> None:
-    about = {"model": "a", "images": ("x", "y")}
-    journal = RunJournal(Outputs(tmp_path), about)
-    with journal:
-        journal.add([_finished(0)])
-    journal.finish(3)
-    assert not journal.file.exists()
-    assert RunJournal.finished(tmp_path, about) == 3
-    with pytest.raises(OutputError, match="another images"):
-        RunJournal.finished(tmp_path, about | {"images": ("x",)})
-    with pytest.raises(OutputError, match="missing or damaged"):
-        RunJournal.finished(tmp_path / "nowhere", about)

@@ -18,9 +18,9 @@ from kit import table
 
 import anomaly
 from anomaly.cli import infer
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import OutputError
 from anomaly.inference import pipeline
-from anomaly.inference.pipeline import Arrivals, stamp_of
+from anomaly.inference.pipeline import Arrivals
 from anomaly.inference.results import Outputs
 from anomaly.storage.folder import model_id
 
@@ -103,6 +103,8 @@ def test_a_shift(shift: Shift, tmp_path: Path) -> None:
         arrive(line, "sub/spot.png", mark=(30, 50)),
         lambda: line.rename(tmp_path / "away"),
         nothing,
+        line.mkdir,  # as a drive that isn't mounted
+        line.rmdir,
         lambda: (tmp_path / "away").rename(line),
     ]
     code, out, err = shift(happenings, "--write", "heatmaps", "page", "regions", "masks")
@@ -257,10 +259,6 @@ def test_what_cant_be_watched(shift: Shift, tmp_path: Path) -> None:
     assert (code, "holds an interrupted run without --watch" in err) == (2, True)
 
 
-def poll(arrivals: Arrivals, folder: Path) -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in arrivals.poll()]
-
-
 def write(file: Path, time: int, data: bytes = b"1") -> None:
     """A file that was written at a time, in seconds."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -268,61 +266,12 @@ def write(file: Path, time: int, data: bytes = b"1") -> None:
     os.utime(file, (time, time))
 
 
-def test_once_and_when_fully_written(tmp_path: Path) -> None:
-    write(tmp_path / "done before.png", 1)
-    stamp = stamp_of(tmp_path / "done before.png")
-    assert stamp is not None
-    arrivals = Arrivals([tmp_path], {tmp_path / "done before.png": stamp})
-    for moment, data in ((1, b"1"), (1, b"12"), (2, b"12")):  # by its size, and by its time
-        write(tmp_path / "a.png", moment, data)
-        assert poll(arrivals, tmp_path) == []
-    assert poll(arrivals, tmp_path) == ["a.png"]
-    assert poll(arrivals, tmp_path) == []
-    write(tmp_path / "a.png", 3, b"123")  # another one under the same name
-    assert [poll(arrivals, tmp_path) for _ in range(3)] == [[], ["a.png"], []]
-
-
 def test_the_wait_is_a_setting(tmp_path: Path) -> None:
     arrivals = Arrivals([tmp_path], {}, settle=5.0)
     write(tmp_path / "a.png", 1, bytes(100))  # room for what is still to be written
     assert [len(arrivals.poll(float(now))) for now in range(5)] == [0] * 5
-    write(tmp_path / "a.png", 1, b"1" * 101)
+    write(tmp_path / "a.png", 2, b"1" * 100)
     assert [len(arrivals.poll(float(now))) for now in range(5, 12)] == [0] * 5 + [1, 0]
-
-
-def test_the_oldest_first_and_from_every_folder(tmp_path: Path) -> None:
-    for name, moment in (("one/b.png", 30), ("two/sub/a.jpg", 20), ("one/c.bmp", 10)):
-        write(tmp_path / name, moment)
-    for name in ("notes.txt", ".hidden.png"):
-        write(tmp_path / "one" / name, 1)
-    arrivals = Arrivals([tmp_path / "one", tmp_path / "two", tmp_path / "one"], {})
-    assert poll(arrivals, tmp_path) == []
-    assert poll(arrivals, tmp_path) == ["one/c.bmp", "two/sub/a.jpg", "one/b.png"]
-
-
-def test_a_drive_that_was_gone_for_a_while_brings_nothing_new(tmp_path: Path) -> None:
-    """Its folder is gone, or there and empty."""
-    line, away = tmp_path / "line", tmp_path / "away"
-    for name in "abc":
-        write(line / f"{name}.png", 1)
-    arrivals = Arrivals([line], {})
-    arrivals.poll()
-    assert len(arrivals.poll()) == 3
-    line.rename(away)
-    with pytest.raises(DataError, match="line"):
-        arrivals.poll()
-    line.mkdir()
-    arrivals.poll()
-    line.rmdir()
-    away.rename(line)
-    write(line / "d.png", 1)
-    arrivals.poll()
-    assert list(arrivals.poll()) == [line / "d.png"]
-    (line / "a.png").unlink()
-    arrivals.poll()
-    write(line / "a.png", 1)  # a part of the same name
-    arrivals.poll()
-    assert list(arrivals.poll()) == [line / "a.png"]
 
 
 def test_what_has_left_is_forgotten(tmp_path: Path) -> None:

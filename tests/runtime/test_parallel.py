@@ -32,11 +32,9 @@ WAYS = (parallel_map, lanes)
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
     """Torch's threads, which are as many afterwards."""
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
     assert torch.get_num_threads() == 2
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import REPOSITORY, RUNS, Command, train, train_arguments, write_product
+from kit import tiny
 from safetensors.torch import save_file
 
 import anomaly
@@ -47,11 +48,7 @@ def test_another_seed_gives_another_bank(run_folder: Path, product: Path, tmp_pa
 def test_saved_and_loaded_models_score_to_the_bit(
     kind: str, score: str, product: Path, tmp_path: Path
 ) -> None:
-    settings = {
-        "backbone": {"name": "tiny", "weights": "random"},
-        "image": {"area": 64},
-        "model": {"kind": kind, "image_score": score, "dimensions": 20},
-    }
+    settings = tiny(model={"kind": kind, "image_score": score, "dimensions": 20})
     dataset = open_dataset("mvtec", product)
     trained = anomaly.fit(dataset, settings, device="cpu")
     trained.save(tmp_path / "model")

