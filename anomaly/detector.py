@@ -42,16 +42,12 @@ TrainingImages: TypeAlias = "str | os.PathLike[str] | Dataset | Iterable[ImageLi
 
 
 @contextmanager
-def _extra_train(what: str) -> Iterator[None]:
-    """Replace a failed import of torch in the block by an error that says what to install.
-
-    Args:
-        what: the public name that needs torch, for the message.
-    """
+def _extra_train(user: str) -> Iterator[None]:
+    """Replace a failed import of torch in the block by an error of `needs_training`."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise needs_training(what, error) from None
+        raise needs_training(user, error) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +185,8 @@ class Detector:
             review_rate: share of good parts that may not be called good; the present one by
                 default.
             threshold: reject above this image score, instead of by rates.
-            review_threshold: review above this image score; without it there is no review.
+            review_threshold: review above this image score; with `threshold` alone there is no
+                review.
             force: accept thresholds that would be refused: because a known defect that is caught
                 now would pass, or because the reject threshold rises by more than chance explains,
                 as it does if defects are among the good images.
@@ -246,11 +243,12 @@ class Detector:
 
         Args:
             image: one image, as in `predict`.
-            good: folder of the training images, whose nearest patches are shown; by default the
-                folder in the run's `train.json`.
+            good: a folder to search for training images, whose nearest patches are shown, besides
+                the data set in the run's `train.json`.
 
         Raises:
             ImageError: the image can't be used; says why.
+            DataError: `good` isn't a folder.
         """
         with _extra_train("Detector.explain"):
             from anomaly.explain.evidence import explained
@@ -287,6 +285,7 @@ class Detector:
         if isinstance(data, Dataset):
             place = str(data.folder)
             data = tested_split(data)
+        # A path isn't iterated: the check below refuses it.
         samples: list[Any] = [data] if isinstance(data, str | os.PathLike) else list(data)
         if not all(isinstance(sample, Sample) for sample in samples):
             raise DataError(

@@ -37,8 +37,9 @@ class ImageError(AnomalyError):
 
     Args:
         message: the file and its fault.
-        status: `unreadable` (damaged, cut short, vanished, no permission) or `unsupported`
-            (a healthy file of a kind that isn't accepted: too many pixels, several pages).
+        status: `unreadable` (damaged, cut short, vanished, no permission), `unsupported` (a healthy
+            file of a kind that isn't accepted: too many pixels, several pages), or `failed` (it
+            took too long, or crashed decoding processes).
     """
 
     def __init__(self, message: str, status: str = "unreadable") -> None:
@@ -71,16 +72,16 @@ class WriteError(OutputError):
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
-def unwritable(file: Path | str, error: OSError, what: str = "{} can't be written") -> OutputError:
-    """The error to raise if the system refuses to write: a `WriteError` if the disk is the reason.
+def unwritable(file: Path | str, error: OSError, lead: str = "{} can't be written") -> OutputError:
+    """`WriteError` to raise if a disk is full, broken or read-only; else a plain `OutputError`.
 
     Args:
         file: the file or folder that can't be written.
         error: the system's refusal.
-        what: the message's beginning, with `{}` for the file.
+        lead: the message's beginning, with `{}` for the file.
     """
     if error.errno not in DISK:
-        return OutputError(f"{what.format(file)}: {why(error)}")
+        return OutputError(f"{lead.format(file)}: {why(error)}")
     reason, remedy = os.strerror(error.errno), "make room there"  # libraries add their own words
     if error.errno == errno.EROFS:
         reason, remedy = "the folder is read-only", "choose another --output"
@@ -90,21 +91,17 @@ def unwritable(file: Path | str, error: OSError, what: str = "{} can't be writte
         with suppress(OSError, StopIteration):
             there = next(p for p in (Path(file), *Path(file).absolute().parents) if p.exists())
             reason += f" ({shutil.disk_usage(there).free / 1e6:.1f} MB are free in {there})"
-    return WriteError(f"{what.format(file)}: {reason}; {remedy}")
+    return WriteError(f"{lead.format(file)}: {reason}; {remedy}")
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """`"did you mean 'a', 'b'?"` of the known names most like `name`; empty without such."""
+    """`"did you mean 'a', 'b'?"`: the known names most like `name`, up to 3; empty if none is."""
     close = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.5)
     return "did you mean " + ", ".join(repr(c) for c in close) + "?" if close else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known names most like `name`, as a phrase for an error message.
-
-    Returns:
-        `"did you mean 'a', 'b'?"`, or `"known: 'a', 'b', …"` when nothing is alike.
-    """
+    """`closest` names, or `"known: 'a', 'b'"`, the first 12 by name, if none is like `name`."""
     names = sorted(set(known))
     if close := closest(name, names):
         return close
@@ -130,8 +127,8 @@ _JOINERS = "\u200c\u200d"  # spelling needs them
 def visible(text: str) -> str:
     """A text whose control characters are escaped as in JSON: `\\u001b`.
 
-    Escaped are characters that control a terminal, break a line or turn the writing direction, and
-    bytes of file names that aren't text.
+    They control a terminal, break a line or turn the writing direction, or stand for bytes of file
+    names that aren't text.
     """
     if text.isprintable():
         return text
@@ -146,7 +143,7 @@ def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list
 
     Args:
         lines: all lines.
-        rest: end of the last line: a word for the other lines, or the file that has them.
+        rest: text behind "more" in the last line, with its space: ` of the good images`.
         most: number of lines shown; None for all.
     """
     shown = list(lines[:most])
@@ -158,15 +155,12 @@ def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list
 _TRAINING = ("torch", "torchvision", "timm", "faiss")
 
 
-def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
-    """The error to raise if a package of the extra `train` isn't installed.
+def needs_training(user: str, error: ModuleNotFoundError) -> AnomalyError:
+    """The error to raise if a package of the extra `train` isn't installed; says how to install it.
 
     Args:
-        what: the command or public name that needs the package, for the message.
+        user: the command, public name or model that needs the package, for the message.
         error: the failed import.
-
-    Returns:
-        An error whose message names the package and says how to install it.
 
     Raises:
         ModuleNotFoundError: `error` itself, if the package isn't one of that extra.
@@ -175,7 +169,7 @@ def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
     if package not in _TRAINING:
         raise error
     return AnomalyError(
-        f"{what} needs {package}, which isn't installed: pip install 'anomaly[train]' (exported "
+        f"{user} needs {package}, which isn't installed: pip install 'anomaly[train]' (exported "
         "models are scored without it)"
     )
 
@@ -189,7 +183,7 @@ _FOREIGN = {
 
 
 def _foreign(error: OSError) -> str:
-    """A remedy for a missing file whose path is of another system; empty for other errors."""
+    """A remedy for a missing file named by a URL, `~` or a Windows path; empty for other errors."""
     if not isinstance(error, FileNotFoundError) or os.name == "nt":
         return ""
     name = os.fsdecode(error.filename or "")
@@ -197,7 +191,7 @@ def _foreign(error: OSError) -> str:
 
 
 def why(error: BaseException) -> str:
-    """The reason of an error in words for a user: libraries' own messages are seldom of use."""
+    """The reason of an error in plain words: libraries' own messages seldom help a user."""
     if isinstance(error, AnomalyError):
         return str(error)
     if isinstance(error, OSError):

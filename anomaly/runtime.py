@@ -76,9 +76,9 @@ def _openblas() -> Any:
 
 
 def cores() -> int:
-    """Number of processors for this process: `OMP_NUM_THREADS`, if it is set.
+    """Number of processors for this process: `OMP_NUM_THREADS`, if it is a number.
 
-    Without it, the processors that the system and the container's quota allow.
+    Else those that the system and the container's quota allow, a fraction rounded up; at least 1.
     """
     if (asked := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdecimal():
         return max(1, int(asked))
@@ -131,7 +131,7 @@ def get_threads() -> int:
 
 
 def set_threads(count: int) -> None:
-    """Set the number of threads that this thread computes with; 1 in a fork, see `_after_fork`."""
+    """Set the number of threads that this thread computes with; 1 in some forks: `_after_fork`."""
     count = 1 if _counts.forked else count
     _own.threads = count
     if torch := imported_torch():
@@ -139,13 +139,13 @@ def set_threads(count: int) -> None:
 
 
 def imported_torch() -> ModuleType | None:
-    """The torch module, if the program has imported it completely."""
+    """The torch module; None if it isn't imported, or another thread is still importing it."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "set_num_threads") else None
 
 
 def apply_thread_limit() -> None:
-    """Let the calling thread compute with as many threads as the program has.
+    """Let the calling thread compute with as many threads as the program has; once for each thread.
 
     `torch.set_num_threads` holds for its own thread, and for threads that haven't used torch yet.
     A thread that begins while others are `single_threaded` would inherit their single thread, and
@@ -163,7 +163,7 @@ def single_threaded(threads: int) -> Iterator[None]:
     """Let this thread compute with one thread while the block runs.
 
     Args:
-        threads: number of threads that it computes with before and after the block.
+        threads: number of threads before and after the block.
     """
     with _setting:
         if not _counts.single:
@@ -201,7 +201,7 @@ _own = threading.local()  # `threads` that it computes with; `known` once its li
 
 
 def _after_fork() -> None:
-    """Make a forked process compute with one thread.
+    """Renew the locks of a forked process; if it has torch or faiss, make it compute in one thread.
 
     A fork lacks its parent's threads. OpenMP, with which torch and faiss compute, doesn't know, and
     would wait for their work for ever. Locks that another thread held would stay locked.
@@ -306,7 +306,7 @@ _property_locks: list[locked_cached_property[Any]] = []  # one for each in the p
 
 
 class locked_cached_property(cached_property[Result]):  # noqa: N801 – used as a decorator
-    """`functools.cached_property` with a lock, for values that take seconds or much memory.
+    """`functools.cached_property` with one lock for all instances, for values of seconds or of GB.
 
     Without the lock, which Python 3.12 has removed, threads that ask at the same time would each
     compute the value. Here they wait for the first thread's.
@@ -327,7 +327,7 @@ class locked_cached_property(cached_property[Result]):  # noqa: N801 – used as
             return value
 
 
-_ASK_EVERY = 0.2  # seconds between two questions whether to stop
+_ASK_EVERY = 0.2  # seconds between two calls of `stopped`
 
 
 class StoppedError(Exception):
@@ -366,7 +366,7 @@ def prefetch(
                 yield first()
         while waiting:
             yield first()
-    finally:
+    finally:  # the iteration may end early
         for future in waiting:
             future.cancel()
 
@@ -384,8 +384,8 @@ CPU: torch.device = cast(Any, _Processor("cpu"))
 def device_of(device: str | torch.device) -> torch.device:
     """Torch's device by its name: `auto` (the GPU where there is one), `cpu` or `cuda`.
 
-    If torch is imported only now, it gets the program's number of threads, or as many as there are
-    processors.
+    If torch is imported only now, it gets the program's number of threads; without such a number,
+    its own, but at most `cores()`.
 
     Raises:
         AnomalyError: there is no such device here.
@@ -456,5 +456,5 @@ def release_memory() -> None:
 
 def peak_memory() -> int:
     """Highest memory use of this process so far, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

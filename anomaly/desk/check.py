@@ -40,7 +40,7 @@ from anomaly.imaging.read import (
     aspect_error,
     derive,
     read_image,
-    say_unstated_bits,
+    unstated_bits_warning,
 )
 from anomaly.runtime import Progress
 
@@ -230,7 +230,7 @@ def check(
         *_repeated(images),
         *_nearly_repeated(images, looks, frame_of),
         *_too_few(images),
-        *([] if bits is None else [Fault("bit_depth", say_unstated_bits(bits))]),
+        *([] if bits is None else [Fault("bit_depth", unstated_bits_warning(bits))]),
         *(_other_aspects(images) if reading.one_aspect else ()),
     ]
     order = list(Severity)

@@ -122,7 +122,7 @@ def _pictures(model: Model, prediction: Prediction, worst: NetworkInput) -> dict
     glow = saliency.glowing(shown, saliency.saliency_map(gradient))
     pictures["score_gradient"] = saliency.beside(
         [
-            ("what the network sees" + (" of its worst tile" if worst.whole else ""), shown),
+            ("what the network sees" + (" of its worst tile" if worst.mosaic else ""), shown),
             (f"heatmap, score {prediction.score:.3g}", saliency.fitted(prediction.heatmap())),
             ("pixels that move the score: |gradient|", glow),
         ]

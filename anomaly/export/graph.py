@@ -109,7 +109,7 @@ class _Network(nn.Module):
 
     def described(self) -> _Described:
         """Meaning and lengths of the axes of the input and of the output, by name."""
-        model, sides = self._model, self._model.loading.sizing.only
+        model, sides = self._model, self._model.loading.sizing.fixed_size
         meaning = (
             "RGB in [0, 1], full scale of the file's depth is 1, resized as config.yaml says; the "
             "graph normalises"
@@ -234,8 +234,8 @@ def _example(model: Model) -> tuple[Tensor, dict[int, Any]]:
     """
     sizing = model.loading.sizing
     batch = torch.export.Dim("batch", min=1, max=_LARGEST)
-    if sizing.only is not None:
-        return torch.rand(2, 3, *sizing.only), {0: batch}
+    if sizing.fixed_size is not None:
+        return torch.rand(2, 3, *sizing.fixed_size), {0: batch}
     rows, columns = (torch.export.Dim(n, min=1, max=_LARGEST) for n in ("rows", "columns"))
     step = sizing.multiple
     # Sides that differ, so that the trace doesn't take one for the other.

@@ -72,7 +72,7 @@ class Motion(NamedTuple):
         return Motion(-self.turn, 0.0, 0.0).after(Motion(0.0, -self.x, -self.y))
 
     def matrix(self, size: tuple[int, int]) -> NDArray[np.float64]:
-        """OpenCV's matrix (2, 3) from and to pixel indices (x, y) of pictures of (H, W)."""
+        """OpenCV's matrix (2, 3) of the motion for pixel indices (x, y) in pictures (H, W)."""
         cos, sin = math.cos(self.turn), math.sin(self.turn)
         x, y = (size[1] - 1) / 2, (size[0] - 1) / 2
         turned = np.array([[cos, -sin, x - cos * x + sin * y], [sin, cos, y - sin * x - cos * y]])
@@ -94,15 +94,10 @@ class Pose:
     size: tuple[int, int]
     reason: str = ""
 
-    def part(self, pixels: NDArray[Any], rows: slice, columns: slice) -> NDArray[Any]:
-        """Pixels (rows, columns, 3) of the image, moved into the part's coordinates.
+    def to_part(self, pixels: NDArray[Any], rows: slice, columns: slice) -> NDArray[Any]:
+        """Rows and columns of an image (H0, W0, 3) that is moved into the part's coordinates.
 
         Places outside the image get the value of the image's border.
-
-        Args:
-            pixels: the image (H0, W0, 3).
-            rows: rows of the part, in original pixels.
-            columns: columns of the part, in original pixels.
         """
         return cut(pixels, self.motion, rows, columns, cv2.INTER_CUBIC, cv2.BORDER_REPLICATE)
 
@@ -113,22 +108,28 @@ class Pose:
         return replace(self, motion=Motion(turn, x * width, y * height), size=size)
 
     def in_image(self, points: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Image coordinates of points (…, 2) in the part's; (x, y) from the upper left corner."""
-        return _at(self.motion, self.size, points)
+        """Image coordinates (x, y) of points (…, 2) in the part's coordinates."""
+        return self._moved_points(self.motion, points)
 
     def in_part(self, points: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The part's coordinates of points (…, 2) in the image's; (x, y) from the corner."""
-        return _at(self.motion.inverse(), self.size, points)
+        """The part's coordinates (x, y) of points (…, 2) in image coordinates."""
+        return self._moved_points(self.motion.inverse(), points)
 
-    def image(self, values: NDArray[np.float32], strip: slice) -> NDArray[np.float32]:
-        """Values moved from the part's coordinates to some rows of the image.
+    def _moved_points(self, motion: Motion, points: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Points (…, 2) moved; (x, y) in pixels from the image's upper left corner."""
+        matrix = motion.matrix(self.size)
+        # The matrix takes pixel indices; the centre of pixel 0 lies at 0.5.
+        return np.asarray((points - 0.5) @ matrix[:, :2].T + matrix[:, 2] + 0.5)
+
+    def to_image(self, values: NDArray[np.float32], strip: slice) -> NDArray[np.float32]:
+        """Values (H0, W0) moved from the part's coordinates to a strip of rows of the image.
 
         Args:
-            values: values (H0, W0) in the part's coordinates; NaN for unknown ones.
-            strip: rows of the image.
+            values: values in the part's coordinates; NaN for unknown ones.
+            strip: the rows.
 
         Returns:
-            (rows, W0); NaN where most of the value is unknown.
+            (rows, W0); NaN outside the part's picture and where most of the value is unknown.
         """
         # Each value is a mean of the known values around its place, weighted by interpolation.
         known = np.isfinite(values).astype(np.float32)
@@ -139,13 +140,6 @@ class Pose:
         )
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(weights >= 0.5, weighted / weights, np.nan).astype(np.float32)
-
-
-def _at(motion: Motion, size: tuple[int, int], points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Points (…, 2) of a picture of (H, W), moved; (x, y) in pixels from the corner."""
-    matrix = motion.matrix(size)
-    # The matrix takes pixel indices; the centre of pixel 0 lies at 0.5.
-    return np.asarray((points - 0.5) @ matrix[:, :2].T + matrix[:, 2] + 0.5)
 
 
 def cut(
@@ -161,9 +155,9 @@ def cut(
     Args:
         values: the picture.
         motion: motion from the result's coordinates to the picture's.
-        rows: rows of the result; may lie outside the picture's.
-        columns: columns of the result; may lie outside the picture's.
-        interpolation: OpenCV's kind of interpolation.
+        rows: rows of the result; may lie outside the picture, as may columns.
+        columns: columns of the result.
+        interpolation: OpenCV's number.
         border: OpenCV's rule for places outside the picture.
     """
     matrix = motion.matrix(values.shape[:2])
@@ -186,8 +180,8 @@ def grey_picture(image: Image) -> Grey:
 
 
 def _sides(aspect: float, side: int) -> tuple[int, int]:
-    """Height and width with about the area of a square of `side`, and nearly an aspect H/W."""
-    middle = side * math.sqrt(aspect)
+    """Sides (h, w), at least 8, close to the aspect H/W and to the area of a square of `side`."""
+    middle = side * math.sqrt(aspect)  # the height with just that area
     heights = range(max(8, math.floor(0.95 * middle)), max(9, math.ceil(1.05 * middle)))
     sizes = [(height, max(8, round(height / aspect))) for height in heights]
     return min(sizes, key=lambda size: (aspect_error(size, aspect), abs(size[0] - middle)))
@@ -246,9 +240,10 @@ class Reference:
 
     def _starts(self, grey: Grey) -> list[Motion]:
         """Motions to refine: the best turns, far from one another, each at its best shift."""
+        # Products of spectra give the correlation (turns, rows, columns) at every shift.
         rows, columns = self._coarse_size
         (height, width), turns = grey.shape, self._turns
-        spectrum = np.fft.rfft2(_centred(grey, (rows, columns)))
+        spectrum = np.fft.rfft2(_reduced(grey, (rows, columns)))
         fits = np.fft.irfft2(self._spectra * spectrum.astype(np.complex64), s=(rows, columns))
         fits = fits.reshape(len(turns), -1)
         values = fits.max(axis=1) - [self._penalty(turn) for turn in turns]
@@ -267,18 +262,16 @@ class Reference:
 
     @cached_property
     def _coarse_size(self) -> tuple[int, int]:
-        """(h, w) of the pictures in which candidates are searched."""
         return _sides(self.picture.shape[0] / self.picture.shape[1], _COARSE)
 
     @cached_property
     def _turns(self) -> list[float]:
-        """Turns that are tried, in radians."""
         return [wrapped(i * _STEP) for i in range(72)] if self.rigid else [0.0]
 
     @cached_property
     def _spectra(self) -> NDArray[np.complex64]:
-        """Conjugate spectra (turns, h, w / 2 + 1) of the small reference in each turn."""
-        small, size = _centred(self.picture, self._coarse_size), self._coarse_size
+        """Conjugate spectra (turns, h, w // 2 + 1) of the small reference in each turn."""
+        small, size = _reduced(self.picture, self._coarse_size), self._coarse_size
         turned = [
             cv2.warpAffine(small, Motion(turn, 0, 0).matrix(size), size[::-1])
             for turn in self._turns
@@ -287,9 +280,9 @@ class Reference:
 
     @cached_property
     def _solver(self) -> Grey:
-        """Matrix (2 or 3, h·w) from a difference to the reference to the motion that explains it.
+        """Matrix (2 or 3, h·w): a picture's difference from the reference -> its motion.
 
-        It is the pseudo-inverse of the derivatives of the reference by turn (if rigid), x and y.
+        It is the pseudo-inverse of the reference's derivatives by turn (if rigid), x and y.
         """
         x, y = (cv2.Sobel(self.picture, cv2.CV_32F, *d, scale=1 / 8) for d in ((1, 0), (0, 1)))
         rows, columns = np.indices(self.picture.shape) - np.array(
@@ -307,6 +300,7 @@ class Reference:
             *turn, x, y = (self._solver @ (_moved(grey, motion) - self.picture).ravel()).tolist()
             step = Motion(turn[0] if turn else 0.0, x, y)
             motion = motion.after(step.inverse())
+            # A turn counts by the path of a point on the picture's edge.
             if abs(step.turn) * self.picture.shape[0] / 2 + abs(x) + abs(y) < _CONVERGED:
                 break
         return motion, float(np.vdot(_moved(grey, motion), self.picture))
@@ -324,12 +318,7 @@ class Reference:
         return float(fits[rows[:, None] | columns].max() / max(fits[0, 0], 1e-6))
 
     def _doubt(self, share: Motion, correlation: float) -> str:
-        """Reason not to trust a pose, for a person; empty for a trusted one.
-
-        Args:
-            share: motion in radians and shares of width and height.
-            correlation: correlation of the part with the reference.
-        """
+        """Reason not to trust a motion (radians, shares of width and height); empty for none."""
         if correlation < self.least:
             return (
                 "the part's pose can't be found: it matches the training images by "
@@ -346,13 +335,13 @@ class Reference:
         return ""
 
     def tensors(self) -> dict[str, NDArray[Any]]:
-        """Arrays to save, by name."""
+        """Arrays to save, by name; all fields but `rigid`, which is a setting."""
         bounds = np.array([self.lowest, self.highest])
         return {"picture": self.picture, "least": np.array(self.least), "bounds": bounds}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, NDArray[Any]], *, rigid: bool) -> Reference:
-        """The reference of saved `tensors`."""
+        """The reference whose arrays were saved."""
         lowest, highest = (Motion(*row) for row in tensors["bounds"].tolist())
         return cls(tensors["picture"], rigid, float(tensors["least"]), lowest, highest)
 
@@ -372,15 +361,15 @@ def _moved(grey: Grey, motion: Motion) -> Grey:
 
 
 def _normed(picture: Grey) -> Grey:
-    """A picture with mean 0 and norm 1."""
     centred = picture - picture.mean()
     return np.asarray(centred / (np.linalg.norm(centred) + 1e-6), np.float32)
 
 
-def _centred(grey: Grey, size: tuple[int, int]) -> Grey:
-    """A picture reduced to (h, w), less its border's median: a turned one then gets no edges."""
+def _reduced(grey: Grey, size: tuple[int, int]) -> Grey:
+    """A picture reduced to (h, w), with mean 0 and norm 1."""
     small = cv2.resize(grey, size[::-1], interpolation=cv2.INTER_AREA)
     border = np.concatenate([small[0], small[-1], small[:, 0], small[:, -1]])
+    # The mean goes anyway; the median changes last digits, which choose among turns of round parts.
     return _normed(small - np.median(border))
 
 
@@ -396,7 +385,7 @@ def learn(pictures: Sequence[Grey], *, rigid: bool) -> tuple[Reference, int]:
         The reference, and the index of the image in whose coordinates all parts are seen.
 
     Raises:
-        DataError: there are no images, or no part lies in all of them.
+        DataError: there are no images, or they show no part that can be aligned.
     """
     shapes = [picture.shape for picture in pictures]
     if not shapes:
@@ -439,7 +428,7 @@ def _motions(
 
 
 def _middle(motions: Sequence[Motion], fits: NDArray[np.float64], shape: tuple[int, ...]) -> int:
-    """Index of the image with the pose nearest to the mean, in the better half by correlation."""
+    """Index of the image with the pose nearest to the mean, of the half that correlates best."""
     turns = np.exp(1j * np.array([motion.turn for motion in motions]))
     shifts = np.array([complex(motion.x, motion.y) for motion in motions])
     # The point of the reference that lies nearest to the middles of the pictures, on average.
@@ -452,6 +441,8 @@ def _middle(motions: Sequence[Motion], fits: NDArray[np.float64], shape: tuple[i
 
 def _bounds(motions: NDArray[np.float64]) -> tuple[Motion, Motion]:
     """Lowest and highest expected motions: those of the training images, and a margin.
+
+    Fewer than `_LEAST_IMAGES` set no bounds, and turns over a range of π set none for the turn.
 
     Args:
         motions: motions (N, 3) of training images: radians, and shares of width and height.

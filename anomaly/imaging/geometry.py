@@ -89,7 +89,7 @@ class AxisView:
         return self.start + (position + self.offset) * (self.source / self.resized)
 
     def visible(self) -> slice:
-        """The original pixels whose centres the network sees."""
+        """Range of the original pixels whose centres the network sees."""
         inside = self.to_network(np.arange(self.start, self.stop) + 0.5)
         # A centre exactly on the crop's edge is inside at the start, outside at the end.
         kept = np.flatnonzero((inside > -1e-9) & (inside < self.size - 1e-9)) + self.start
@@ -143,16 +143,16 @@ class View:
         return View((self.rows[row],), (self.columns[column],), self.pose)
 
     def shrunk(self, times: float) -> View:
-        """View of the image reduced until one axis has `times` as many pixels as its input.
+        """View of the image reduced until one axis has `times` as many pixels as it is resized to.
 
         The image keeps its aspect, so the other axis has as many or more. An image that is smaller
         or cut into tiles keeps its size.
         """
-        pair = self.rows[0], self.columns[0]
-        share = max(times * axis.resized / axis.source for axis in pair)
+        axes = self.rows[0], self.columns[0]
+        share = max(times * axis.resized / axis.source for axis in axes)
         if share >= 1 or not self.whole:
             return self
-        rows, columns = (replace(axis, source=round(share * axis.source)) for axis in pair)
+        rows, columns = (replace(axis, source=round(share * axis.source)) for axis in axes)
         pose = self.pose and self.pose.shrunk((rows.source, columns.source))
         return View((rows,), (columns,), pose)
 
@@ -164,7 +164,7 @@ class Sizing:
     Attributes:
         resize: length of both sides in pixels, aspect not kept; None keeps the aspect.
         crop: side of the centred square cut out of the resized image; None keeps all of it.
-        area: side of the square whose area an image gets that keeps its aspect.
+        area: side of a square in pixels; an image that keeps its aspect gets the square's area.
         multiple: stride of the coarsest hooked layer; sides are rounded to multiples of it, so that
             the layer's grid fits. Not with `resize`.
         aspect: H/W that all images must have within `ASPECT_TOLERANCE`; None for any.
@@ -182,26 +182,26 @@ class Sizing:
     overlap: int = 0
 
     @property
-    def only(self) -> tuple[int, int] | None:
-        """(H, W) that every image has for the network; None where they keep their own aspects."""
+    def fixed_size(self) -> tuple[int, int] | None:
+        """(H, W) of every network input; None for tiles and for images that keep their aspects."""
         if self.tile is not None:
             return None
         if self.resize is not None:
             return self.crop or self.resize, self.crop or self.resize
-        return None if self.aspect is None else self._kept_aspect(self.aspect)
+        return None if self.aspect is None else self._input_size(self.aspect)
 
     def view(self, source: tuple[int, int]) -> View:
         """The view of an image of (H0, W0) pixels.
 
         Raises:
             DataError: the image is too thin, its network input would be too long, or its aspect
-                isn't `aspect`.
+                is too far from `aspect`.
         """
         if self.tile is not None:
             return View(self._tiles(source[0], self.tile), self._tiles(source[1], self.tile))
         check_shape(source)
         if self.resize is None:
-            height, width = sides = self._kept_aspect(self._accepted(source))
+            height, width = sides = self._input_size(self._input_aspect(source))
             if max(sides) > _LONGEST_INPUT:
                 raise DataError(
                     f"its {source[1]}×{source[0]} pixels would be {width}×{height} for the "
@@ -215,11 +215,11 @@ class Sizing:
             axes = [AxisView(length, self.resize, offset, size) for length in source]
         return View((axes[0],), (axes[1],))
 
-    def _accepted(self, source: tuple[int, int]) -> float:
-        """H/W of the network's input.
+    def _input_aspect(self, source: tuple[int, int]) -> float:
+        """H/W of the network's input: `aspect`, or the image's own if that is None.
 
         Raises:
-            DataError: the image's own aspect differs from `aspect`.
+            DataError: the image's own is off `aspect` by more than `ASPECT_TOLERANCE`.
         """
         if self.aspect is None:
             return source[0] / source[1]
@@ -232,7 +232,7 @@ class Sizing:
             )
         return self.aspect
 
-    def _kept_aspect(self, aspect: float) -> tuple[int, int]:
+    def _input_size(self, aspect: float) -> tuple[int, int]:
         """(H, W) of the network's input for an aspect H/W."""
         root = math.sqrt(aspect)
         return self._rounded(self.area * root), self._rounded(self.area / root)
@@ -242,7 +242,7 @@ class Sizing:
         return max(1, round(side / self.multiple)) * self.multiple
 
     def _tiles(self, length: int, tile: int) -> Axis:
-        """Tiles of one size, as few as cover an axis of `length` pixels, spread evenly."""
+        """Tiles along an axis of `length` pixels: as few as cover it, alike, spread evenly."""
         side = min(tile, length)  # an image that is smaller than a tile is one smaller tile
         step = tile - self.overlap
         count = 1 + max(0, math.ceil((length - tile) / step))
@@ -281,10 +281,10 @@ def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArra
         (H, W, 3) float32 RGB in [0, 1].
     """
     (rows,), (columns,) = view.axes
+    down, across = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+    box = pixels[down, across] if view.pose is None else view.pose.to_part(pixels, down, across)
     # Area averaging of float32 keeps 16-bit detail and makes equal pictures of different depth
     # render equal; 8-bit arithmetic would round in between.
-    down, across = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-    box = pixels[down, across] if view.pose is None else view.pose.part(pixels, down, across)
     image = box.astype(np.float32)
     # Divided, not multiplied by the reciprocal: 257 v / 65535 is then v / 255 to the last bit.
     image /= np.float32(full_scale)
@@ -311,8 +311,8 @@ def _resize(
     """An image resized to (height, width), averaged over areas or interpolated."""
     if image.shape[:2] == (height, width):
         return image
-    how = cv2.INTER_AREA if area else cv2.INTER_LINEAR
-    return np.asarray(cv2.resize(image, (width, height), interpolation=how), dtype=np.float32)
+    mode = cv2.INTER_AREA if area else cv2.INTER_LINEAR
+    return np.asarray(cv2.resize(image, (width, height), interpolation=mode), dtype=np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,12 +327,7 @@ class Polygons:
     corners: tuple[Polygon, ...]
 
     def inside(self, size: tuple[int, int], strip: slice) -> Mask:
-        """Mask (rows, W0) of the pixels whose centres lie inside.
-
-        Args:
-            size: (H0, W0) of the image.
-            strip: rows of the image.
-        """
+        """Mask (rows, W0) of the pixels with centres inside, in a strip of an image (H0, W0)."""
         y = np.arange(*strip.indices(size[0])) + 0.5
         mask = np.zeros((len(y), size[1]), dtype=bool)
         for polygon in self.corners:
@@ -352,14 +347,10 @@ class DrawnMask:
     pixels: Mask
 
     def inside(self, size: tuple[int, int], strip: slice) -> Mask:
-        """Mask (rows, W0) of the pixels inside.
-
-        Args:
-            size: (H0, W0) of the image.
-            strip: rows of the image.
+        """Mask (rows, W0) of the pixels inside, in a strip of an image (H0, W0).
 
         Raises:
-            DataError: the image has another aspect.
+            DataError: the image has another aspect than the picture.
         """
         height, width = self.pixels.shape
         if aspect_error(size, height / width) > _PICTURE_TOLERANCE:
@@ -389,14 +380,7 @@ class Region:
     ignore: Shape | None
 
     def inside(self, size: tuple[int, int], strip: slice = slice(None)) -> Mask:
-        """Mask of the original pixels that count.
-
-        Args:
-            size: (H0, W0) of the image.
-            strip: rows of the image.
-
-        Returns:
-            Mask (rows, W0), True where a pixel counts.
+        """Mask (rows, W0) of the original pixels that count, in a strip of an image (H0, W0).
 
         Raises:
             DataError: the shapes don't fit an image of this size.
@@ -420,7 +404,7 @@ def patch_mask(region: Region | None, layout: View, grid: tuple[int, int]) -> Ma
     Raises:
         DataError: the region's shapes don't fit such an image, or no patch counts.
     """
-    rows, columns = (
+    rows, columns = (  # the patches' middles
         patch_edges(pieces, patches).mean(axis=0)
         for pieces, patches in zip(layout.axes, grid, strict=True)
     )
@@ -453,7 +437,7 @@ def overhang(region: Region, layout: View) -> tuple[float, float]:
 
 @lru_cache(maxsize=32)
 def _ends(region: Region, size: tuple[int, int]) -> NDArray[np.float64]:
-    """Outermost pixels (n, 2) of a region as (x, y): the first and the last one of each row."""
+    """Centres (n, 2), as (x, y), of a region's first and last pixel in each row."""
     inside = region.inside(size)
     rows = np.flatnonzero(inside.any(axis=1))
     first, last = inside.argmax(axis=1), size[1] - 1 - inside[:, ::-1].argmax(axis=1)
@@ -475,7 +459,7 @@ def _patches(region: Region, layout: View, grid: tuple[int, int]) -> Mask:
     for start in range(0, size[0], _STRIP):
         strip = slice(start, min(start + _STRIP, size[0]))
         inside = region.inside(size, strip)
-        across = _sums(inside, left, right)  # (rows, w)
+        across = _sums(inside, left, right)  # (rows, w): pixels inside, by column of patches
         within = [np.clip(edge - start, 0, len(inside)) for edge in (above, below)]
         covered += _sums(across.T, *within).T
     # The tolerance lets a patch count of which exactly half is inside, despite rounding.
@@ -489,7 +473,7 @@ def _patches(region: Region, layout: View, grid: tuple[int, int]) -> Mask:
 
 
 def patch_edges(pieces: Axis, patches: int) -> NDArray[np.float64]:
-    """First and last places (2, n) of the patches along an axis, in original pixels.
+    """Starts and ends (2, n) of the patches along an axis, in original pixels.
 
     Args:
         pieces: one axis of a view; its tiles follow one another.
@@ -502,7 +486,7 @@ def patch_edges(pieces: Axis, patches: int) -> NDArray[np.float64]:
 def _sums(
     values: NDArray[np.generic], starts: NDArray[np.float64], stops: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Integrals (rows, n) of each row's values, from n fractional positions to n others."""
+    """Integrals (rows, n) of each row of values, over n intervals between fractional positions."""
     totals = np.zeros((len(values), values.shape[1] + 1))
     np.cumsum(values, axis=1, out=totals[:, 1:])
     before, until = (interpolated(places + 0.5, totals.T) for places in (starts, stops))
@@ -513,7 +497,7 @@ def interpolated(positions: NDArray[np.float64], rows: NDArray[np.float64]) -> N
     """Linear interpolation (m, n) between rows (k, n), constant beyond the outer ones.
 
     Args:
-        positions: positions (m,); row i lies at i + 0.5.
+        positions: (m,); row i lies at i + 0.5.
         rows: the rows of a matrix.
     """
     count = len(rows)
@@ -524,19 +508,16 @@ def interpolated(positions: NDArray[np.float64], rows: NDArray[np.float64]) -> N
 
 
 def _filled(points: NDArray[np.float64], y: NDArray[np.floating[Any]], width: int) -> Mask:
-    """Mask (h, width) of the pixel centres inside a polygon.
+    """Mask (h, width) of the pixel centres inside a polygon of corners (N, 2), (x, y) in pixels.
 
-    A centre is inside if it lies to the right of an odd number of the polygon's lines.
-
-    Args:
-        points: the polygon's corners (N, 2), x and y in pixels.
-        y: the rows' centres (h,).
-        width: pixels in a row.
+    A centre is inside if it lies to the right of an odd number of the polygon's lines. The rows'
+    centres lie at `y` (h,).
     """
     crossings = np.zeros((len(y), width + 1), dtype=np.uint8)
     for ends in zip(points, np.roll(points, -1, axis=0), strict=True):
         (x0, y0), (x1, y1) = sorted(ends, key=lambda point: point[1])
         crossed = np.flatnonzero((y0 <= y) & (y < y1))
+        # A horizontal line crosses no row of centres; 1 only spares it a division by 0.
         x = x0 + (y[crossed] - y0) * (x1 - x0) / (y1 - y0 or 1.0)
         column = np.clip(np.ceil(x - 0.5), 0, width).astype(np.int64)
         np.add.at(crossings, (crossed, column), 1)

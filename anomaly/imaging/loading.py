@@ -96,7 +96,7 @@ class NetworkInput:
         image: the decoded image; None if it stayed in another process.
         keep_image: hand the decoded image over to the prediction; False if only tiles need it.
         tile: row and column of this tile; (0, 0) for a whole image.
-        whole: view of all tiles; None for a whole image.
+        mosaic: view of all tiles; None for an image that is no tile.
         turn: way in which the rendered pixels were turned, 0 to 7, see `turned`.
         look: look of the image; None unless it was asked for.
     """
@@ -109,7 +109,7 @@ class NetworkInput:
     image: Image | None = None
     keep_image: bool = True
     tile: tuple[int, int] = (0, 0)
-    whole: View | None = None
+    mosaic: View | None = None
     turn: int = 0
     look: Look | None = None
 
@@ -132,14 +132,14 @@ class NetworkInput:
     @property
     def layout(self) -> View:
         """View of the whole image, also of a tile."""
-        return self.whole or self.view
+        return self.mosaic or self.view
 
     def in_part(self) -> NetworkInput:
         """The same input without a pose: its decoded image is moved into the part's coordinates."""
         pose = self.view.pose
         if pose is None:
             return self
-        pixels = pose.part(self.decoded.pixels, *map(slice, (0, 0), pose.size))
+        pixels = pose.to_part(self.decoded.pixels, *map(slice, (0, 0), pose.size))
         image = replace(self.decoded, pixels=pixels)
         return replace(self, view=replace(self.view, pose=None), image=image)
 
@@ -156,8 +156,8 @@ class NetworkInput:
     def tile_at(self, row: int, column: int) -> NetworkInput:
         """One tile of a large image, rendered."""
         view = self.view.tile_at(row, column)
-        pixels = paint(self.name, self.decoded, view)
-        return replace(self, view=view, pixels=pixels, tile=(row, column), whole=self.view)
+        pixels = rendered(self.name, self.decoded, view)
+        return replace(self, view=view, pixels=pixels, tile=(row, column), mosaic=self.view)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def load(
             loading.region.inside(image.size, slice(0, 1))  # raises where it doesn't fit
         if loading.reference is not None:
             view = replace(view, pose=loading.reference.pose(image))
-        pixels = paint(name, image, view) if view.whole else NO_PIXELS
+        pixels = rendered(name, image, view) if view.whole else NO_PIXELS
         look = look_of(image) if looks else None
         return NetworkInput(index, image.sha256, view, pixels, path, image, look=look)
     except Exception as error:  # one image mustn't end a shift
@@ -232,7 +232,7 @@ def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage
     return UnusableImage(index, "failed", f"{name}: {reason}")
 
 
-def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
+def rendered(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
     """A view of an image, rendered: (H, W, 3) float32 RGB in [0, 1].
 
     Args:

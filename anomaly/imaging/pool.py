@@ -236,7 +236,6 @@ def _processes() -> list[_DecoderProcess]:
 
 
 def _idlest() -> _DecoderProcess:
-    """The process with the fewest jobs."""
     return min(_processes(), key=lambda process: len(process.waiting))
 
 

@@ -303,7 +303,7 @@ def out_of_memory() -> str:
     return "there isn't enough memory to decode it"
 
 
-def say_unstated_bits(bits: int) -> str:
+def unstated_bits_warning(bits: int) -> str:
     """Warning that 16-bit files hold so many bits of camera data, with the setting for it."""
     return (
         f"no 16-bit image uses more than {bits} bits, so the network sees them nearly black; if "
@@ -440,5 +440,4 @@ def list_files(folder: Path, *, warn: bool = True) -> list[Path]:
 
 
 def _refuse(error: OSError) -> None:
-    """Raise a DataError for a folder that can't be listed."""
     raise DataError(f"{error.filename} can't be listed ({why(error)})") from None

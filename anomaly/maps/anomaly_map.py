@@ -76,7 +76,7 @@ class SourceMap:
         pose = self.view.pose
         if pose is None:
             return self._in_part(strip or slice(None))
-        return pose.image(self._whole, strip or slice(None))
+        return pose.to_image(self._whole, strip or slice(None))
 
     @cached_property
     def _whole(self) -> NDArray[np.float32]:
@@ -129,7 +129,6 @@ class SourceMap:
 
     @property
     def _tiles(self) -> tuple[int, int]:
-        """Number of rows and of columns of tiles."""
         rows, columns = self.view.axes
         return len(rows), len(columns)
 

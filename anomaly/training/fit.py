@@ -27,7 +27,7 @@ from anomaly.imaging.alignment import Reference, grey_picture, learn
 from anomaly.imaging.geometry import patch_mask, patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_hash, size_of
 from anomaly.imaging.pool import Decoders, read_all, rest
-from anomaly.imaging.read import Decoding, Image, derive, say_unstated_bits
+from anomaly.imaging.read import Decoding, Image, derive, unstated_bits_warning
 from anomaly.methods.base import Fitter, Fold
 from anomaly.runtime import Progress, StageProgress
 from anomaly.scoring.build import (
@@ -485,7 +485,7 @@ def train(
         rest()  # ends the decoding processes: the scorer needs their memory
         brightest = (facts.look.brightest for facts in features.facts.values())
         if bits := setup.loading.decoding.unstated_bits(brightest):
-            log.warning("%s", say_unstated_bits(bits))
+            log.warning("%s", unstated_bits_warning(bits))
         stages.end("features")
         fit = _fit(setup, features, samples, stages, calibrate=calibrate)
     hashes = {samples[i].name: features.facts[i].sha256 for i in fit.images}

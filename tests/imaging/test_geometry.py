@@ -85,15 +85,15 @@ def test_one_axis_may_shrink_while_the_other_grows() -> None:
 
 
 def test_one_size_for_all_images_or_none() -> None:
-    for sizing, only in (
+    for sizing, size in (
         (Sizing(256, 224, 0, 32), (224, 224)),
         (Sizing(256, None, 0, 32), (256, 256)),
         (Sizing(None, None, 256, 32, aspect=1.5), (320, 224)),
     ):
-        assert sizing.only == only
-        assert sizing.view((150, 100)).size == sizing.view((301, 200)).size == only
-    assert Sizing(None, None, 256, 32).only is None
-    assert Sizing(None, None, 256, 32, tile=64, overlap=8).only is None
+        assert sizing.fixed_size == size
+        assert sizing.view((150, 100)).size == sizing.view((301, 200)).size == size
+    assert Sizing(None, None, 256, 32).fixed_size is None
+    assert Sizing(None, None, 256, 32, tile=64, overlap=8).fixed_size is None
 
 
 def test_a_tenth_off_the_aspect_is_near_enough_where_all_need_one() -> None:

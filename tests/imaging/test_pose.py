@@ -70,10 +70,10 @@ def test_the_network_sees_every_part_as_the_middle_one_lies() -> None:
 def test_a_box_is_cut_out_of_the_whole(top: int, height: int, left: int, width: int) -> None:
     pose = Pose(Motion(0.4, 9.3, -4.6), SIZE)
     pixels = draw((0, 0, 0))
-    whole = pose.part(pixels, slice(0, SIZE[0]), slice(0, SIZE[1]))
+    whole = pose.to_part(pixels, slice(0, SIZE[0]), slice(0, SIZE[1]))
     rows, columns = slice(top, top + height), slice(left, left + width)
     # OpenCV rounds places to fractions of a pixel, from wherever a cut begins.
-    difference = pose.part(pixels, rows, columns).astype(int) - whole[rows, columns]
+    difference = pose.to_part(pixels, rows, columns).astype(int) - whole[rows, columns]
     assert np.abs(difference).max() <= 12
 
 
@@ -81,12 +81,12 @@ def test_maps_come_back_to_where_they_were_taken() -> None:
     pose = Pose(Motion(math.radians(30), 12.0, -7.0), SIZE)
     rows, columns = np.indices(SIZE).astype(np.float32)
     smooth = np.sin(rows / 15) + np.cos(columns / 20)
-    part = pose.part(smooth[..., None].repeat(3, 2), *map(slice, (0, 0), SIZE))[..., 0]
-    back = pose.image(part, slice(None))
+    part = pose.to_part(smooth[..., None].repeat(3, 2), *map(slice, (0, 0), SIZE))[..., 0]
+    back = pose.to_image(part, slice(None))
     inner = cv2.erode(np.isfinite(back).astype(np.uint8), np.ones((5, 5))) > 0
     np.testing.assert_allclose(back[inner], smooth[inner], atol=0.02)
     strip = slice(40, 90)
-    np.testing.assert_allclose(pose.image(part, strip), back[strip], atol=0.02)
+    np.testing.assert_allclose(pose.to_image(part, strip), back[strip], atol=0.02)
     # What the reference image doesn't show isn't known.
     corner = np.linalg.inv(np.vstack([pose.motion.matrix(SIZE), [0, 0, 1]])) @ (0, 0, 1)
     assert np.isnan(back[0, 0]) == bool((corner[:2] < 0).any())
@@ -95,7 +95,7 @@ def test_maps_come_back_to_where_they_were_taken() -> None:
 def test_unknown_stays_unknown_on_its_way_back() -> None:
     values = np.ones(SIZE, np.float32)
     values[:80] = np.nan
-    back = Pose(Motion(0.0, 0.0, 10.0), SIZE).image(values, slice(None))
+    back = Pose(Motion(0.0, 0.0, 10.0), SIZE).to_image(values, slice(None))
     assert np.isnan(back[:90]).all()
     np.testing.assert_array_equal(back[91:], 1)
 
