@@ -201,7 +201,7 @@ class Detector:
         wishes.check(good=good_images is not None, production=False)
         decoding = self.model.loading.decoding
         good = [] if good_images is None else samples_of(good_images, "good images", decoding)
-        return Detector(recalibrate(self.model, wishes, good=good).agreed(force=force))
+        return Detector(recalibrate(self.model, wishes, good=good).accept(force=force))
 
     def update(
         self,
@@ -236,7 +236,7 @@ class Detector:
         good = samples_of(good_images, "good images", decoding)
         bad = [] if defects is None else samples_of(defects, "defects", decoding, defects=True)
         change = update(self.model, good, defects=bad, include_suspects=include_suspects)
-        return Detector(change.agreed(force=force))
+        return Detector(change.accept(force=force))
 
     def explain(self, image: ImageLike, *, good: str | Path | None = None) -> Explanation:
         """Pictures and figures that explain an image's score, see `Explanation`.

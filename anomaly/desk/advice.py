@@ -97,7 +97,7 @@ def command(*arguments: object) -> str:
 
 
 def weakness_lines(weaknesses: Sequence[Weakness], name: str = "") -> list[str]:
-    """The most important weaknesses, a line each, for people; none where nothing is weak.
+    """The three most important weaknesses at most, a line each, for people.
 
     Args:
         weaknesses: the most important first.
@@ -116,7 +116,7 @@ def training_weaknesses(run: Run) -> tuple[Weakness, ...]:
 
 
 def evaluation_weaknesses(run: Run, evaluation: Evaluation) -> tuple[Weakness, ...]:
-    """The weaknesses that a model's verdicts on its test images show."""
+    """The weaknesses that verdicts on test images show; none without thresholds."""
     counts, limits = evaluation.verdicts, evaluation.thresholds
     if counts is None:
         return ()
@@ -140,7 +140,7 @@ def review_rates(run: Run, evaluation: Evaluation) -> tuple[str, ...]:
     Thresholds come from the model's own good images; the test images only measure them.
 
     Returns:
-        Lines for people; none where no defect passes, or no rate would catch more.
+        Lines for people; none where no rate would catch more, or without calibrated limits.
     """
     limits = evaluation.thresholds
     if limits is None or limits.label != "calibrated":
@@ -169,10 +169,7 @@ def review_rates(run: Run, evaluation: Evaluation) -> tuple[str, ...]:
 def _missed(run: Run, missed: Sequence[Scored], defects: int) -> Iterator[Weakness]:
     """Defects that pass: `tune` first, and where it can't help, the explanation of one.
 
-    Args:
-        run: the model that has scored the images, and its folders.
-        missed: defects called good.
-        defects: number of all scored defects.
+    Of all scored images `defects` show a defect, and those in `missed` were called good.
     """
     if not missed:
         return
@@ -212,7 +209,7 @@ def _too_coarse(run: Run, missed: Sequence[Scored]) -> Iterator[Weakness]:
 
 
 def _finer(config: Config, factor: float) -> str:
-    """The setting that makes patches smaller by a factor."""
+    """The setting (KEY=VALUE) that makes patches smaller by a factor, about."""
     image = config.image
     if image.tile is not None:
         return f"image.tile={max(64, round(image.tile / factor))}"
@@ -240,9 +237,10 @@ def _few(run: Run) -> Iterator[Weakness]:
 
 
 def _suspects(run: Run) -> Iterator[Weakness]:
-    """Training images that may be no good ones: several, far ones, or what raises a threshold.
+    """Training images that may be defects.
 
-    One or two that merely stand out are in train.json.
+    These are odd ones, those that raise a threshold or score far above it, and all that stand out
+    if they are three or more; one or two are only in train.json.
     """
     record, thresholds = run.record, run.model.thresholds
     if thresholds is None or record["left_out"]:
@@ -270,12 +268,9 @@ def _suspects(run: Run) -> Iterator[Weakness]:
 def _flagged(run: Run, flagged: int, images: int) -> Iterator[Weakness]:
     """More flagged good images than the thresholds promise.
 
-    Args:
-        run: a model with thresholds, and its folders.
-        flagged: number of good test images that are rejected or for review.
-        images: number of all scored good test images.
+    Of all scored good test images `flagged` are rejected or for review.
     """
-    assert run.model.thresholds is not None
+    assert run.model.thresholds is not None  # else nothing is flagged
     promised = run.model.thresholds.to_review.false_rejects
     if compare_flagged(flagged, images, promised) == "more":
         finding = (
@@ -291,7 +286,8 @@ def _flagged(run: Run, flagged: int, images: int) -> Iterator[Weakness]:
 def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
     """Compare the flagged share with the promise: `more`, `fewer` or `as promised`.
 
-    A binomial test against the bounds of the promise, which may be repeated as images come.
+    A binomial test against the bounds of the promise, which may be repeated as images come. Fewer
+    than `LEAST_PARTS` images count as promised.
 
     Args:
         flagged: number of images above a threshold.
@@ -309,7 +305,7 @@ def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
 
 
 def _chance(count: int, images: int, rate: float) -> float:
-    """The chance (for many images a bound) that `count` or more of the images are flagged."""
+    """Chance that `count` or more images are flagged at this rate; for many images a bound."""
     share = count / images
     if share <= rate:  # or the rate is 1
         return 1.0

@@ -51,7 +51,7 @@ class Wishes:
         false_reject_rate: share of good parts that may be rejected.
         review_rate: share of good parts that may not be called good.
         threshold: reject above this image score.
-        review_threshold: review above this image score; without it nothing is for review.
+        review_threshold: review above this image score; without it no score is for review.
         at_most_defective: the largest share of production images that may be defective.
         undo: bring the earlier thresholds back.
     """
@@ -73,7 +73,7 @@ class Wishes:
         Raises:
             DataError: the wishes contradict each other, or a value is out of range.
         """
-        # Only the wishes that somebody has given, by their names in messages.
+        # Those given, by their names in messages.
         rates = {"false-reject": self.false_reject_rate, "review": self.review_rate}
         by_rate = {name: rate for name, rate in rates.items() if rate is not None}
         by_hand = {"threshold": self.threshold, "review threshold": self.review_threshold}
@@ -116,7 +116,7 @@ class Wishes:
             raise DataError("thresholds by hand need images that are known to be good")
 
     def values(self) -> dict[str, Any]:
-        """Wishes by name, for the record."""
+        """The wishes that somebody has given, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -184,11 +184,8 @@ def _new_thresholds(
 ) -> tuple[Thresholds, dict[str, str]]:
     """The thresholds that are wished for, and sha256 by name of images taken as defects.
 
-    Args:
-        model: the trained model.
-        wishes: wishes, checked already.
-        scored: good or production images; without any, the model's own good scores count.
-        known: known defects.
+    `scored` holds good or production images; without any, the model's own good scores count.
+    `known` are known defects.
     """
     if wishes.undo:
         return earlier_thresholds(model), {}
@@ -259,9 +256,7 @@ def _good_scores(scored: Sequence[Scored]) -> GoodScores:
     Raises:
         DataError: all images have a reason for review.
     """
-    kept = [
-        (image, image.score) for image in scored if image.score is not None and not image.reason
-    ]
+    kept = [image for image in scored if not image.reason]
     outliers = [f"{image.sample.path}: {image.reason}" for image in scored if image.reason]
     if not kept:
         raise DataError(
@@ -276,14 +271,14 @@ def _good_scores(scored: Sequence[Scored]) -> GoodScores:
             some(outliers, "; "),
         )
     # Images of one part vary together, so bounds count parts.
-    groups = {image.sample.group or i for i, (image, _) in enumerate(kept)}
+    groups = {image.sample.group or i for i, image in enumerate(kept)}
     return GoodScores(
-        tuple(image.sample.name for image, _ in kept),
-        tuple(value for _, value in kept),
-        tuple(image.peak for image, _ in kept),
+        tuple(image.sample.name for image in kept),
+        tuple(image.score for image in kept if image.score is not None),
+        tuple(image.peak for image in kept),
         f"{len(kept)} good images that the model hasn't learned from",
-        groups=len(groups) if any(image.sample.group for image, _ in kept) else None,
-        hashes=tuple(image.sha256 for image, _ in kept),
+        groups=len(groups) if any(image.sample.group for image in kept) else None,
+        hashes=tuple(image.sha256 for image in kept),
     )
 
 
@@ -291,7 +286,7 @@ def _known_scores(model: Model, known: Iterable[Sample]) -> GoodScores:
     """The good scores that a model's thresholds were found with, without known defects.
 
     Raises:
-        DataError: the model has no thresholds, so no scores either.
+        DataError: the model has no thresholds, so no scores either, or all are of defects.
     """
     if model.thresholds is None:
         raise DataError(

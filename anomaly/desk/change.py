@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 DEFECTS, GOOD, GOLDEN = "known defects", "known good parts", "golden parts"
 PRODUCTION = "production images"
-_LISTED = 10  # changed verdicts of a kind
+_LISTED = 10  # changed verdicts of a kind that lines name
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +40,8 @@ class Change:
         after: the new version.
         verdicts: verdicts of known parts by both models.
         notes: the steps taken, a line each, for people.
-        doubts: reasons for a person to agree first.
-        refused: reasons of unusable images.
+        doubts: reasons why a person has to agree first.
+        refused: reasons why given images are unusable.
     """
 
     before: Model
@@ -58,8 +58,8 @@ class Change:
         lines += ThresholdChange(old, new).lines() if old and new else ()
         return [*lines, *self.verdicts.lines()]
 
-    def agreed(self, *, force: bool) -> Model:
-        """The new version, for a program; the log says what changes.
+    def accept(self, *, force: bool) -> Model:
+        """Log what changes, and return the new version.
 
         Raises:
             DataError: there are doubts, and `force` is false.
@@ -94,6 +94,7 @@ class Compared:
         return is_flagged(self.before) and self.after == "good"
 
     def __str__(self) -> str:
+        # One score where the two show the same digits.
         scores = " -> ".join(dict.fromkeys(f"{score:.4g}" for score in self.scores))
         return f"{self.sample.name}: {self.before} -> {self.after} ({scores})"
 
@@ -108,17 +109,19 @@ class Verdicts:
     """Verdicts of known parts before and after a change.
 
     Attributes:
-        compared: the images by kind: `DEFECTS`, `GOOD`, `GOLDEN`, `PRODUCTION` or another.
+        compared: images with a score, by kind: `DEFECTS`, `GOOD`, `GOLDEN`, `PRODUCTION` or
+            another.
     """
 
     compared: Mapping[str, Sequence[Compared]]
 
     def of(self, *kinds: str) -> list[Compared]:
-        """The images of these kinds."""
+        """The images of some kinds, in the order of the kinds."""
         return [image for kind in kinds for image in self.compared.get(kind, ())]
 
     def defects_found(self, limits: Thresholds, defects: Iterable[Sample]) -> dict[str, Rate]:
-        """Rates of given defects that new thresholds reject and catch; empty without a defect."""
+        """Rates of given defects that new thresholds reject and catch; empty without any."""
+        # The other known defects come from golden parts and the test split.
         given = {defect.path for defect in defects}
         scores = [image.scores[1] for image in self.of(DEFECTS) if image.sample.path in given]
         chosen = limits.label != "calibrated"  # set by hand, perhaps with these defects in view
@@ -129,8 +132,8 @@ class Verdicts:
     def refusal(self) -> str:
         """Reason to ask a person: defects that are caught now would pass; empty without any.
 
-        Defects that stay missed are no reason. Production images that are rejected now count as
-        defects here, because nobody has judged them.
+        Defects that stay missed are no reason. Production images that the present model rejects
+        count as defects, because nobody has judged them.
         """
         lost = [image for image in self.of(DEFECTS) if image.newly_passes]
         unjudged = [image for image in self.of(PRODUCTION) if image.newly_passes]
@@ -145,7 +148,7 @@ class Verdicts:
 
     @property
     def unlike(self) -> str:
-        """Sign of another product: the new model flags most good parts; empty if it doesn't."""
+        """Sign of another product: the new model flags most parts now called good; else empty."""
         good = [image for image in self.of(GOOD, GOLDEN) if image.before == "good"]
         flagged = sum(is_flagged(image.after) for image in good)
         if 2 * flagged <= len(good):  # a worse model flags some, another product's nearly all
@@ -156,7 +159,7 @@ class Verdicts:
         )
 
     def lines(self) -> Iterator[str]:
-        """Lines for people: numbers caught or flagged before and after, and changed verdicts."""
+        """Lines for people: numbers caught or flagged, changed verdicts, and missed defects."""
         for kind, images in self.compared.items():
             if not images:
                 continue
@@ -165,7 +168,7 @@ class Verdicts:
             verb = "caught" if kind == DEFECTS else "flagged"
             yield f"{kind} {verb}: {before} of {len(images)} before, {after} after"
             changed = [image for image in images if image.before != image.after]
-            # First the images that newly pass.
+            # Images that newly pass come first.
             changed.sort(key=lambda image: (not image.newly_passes, image.sample.name))
             yield from (f"  {image}" for image in first_of([*map(str, changed)], most=_LISTED))
         if missed := sum(image.before == image.after == "good" for image in self.of(DEFECTS)):
@@ -184,14 +187,7 @@ def verdicts_of(
     *,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Verdicts:
-    """Score known parts with both models, or once where only thresholds differ.
-
-    Args:
-        before: the present model.
-        after: the new version.
-        known: images by kind, from `known_parts`.
-        progress: called with (stage, done, total).
-    """
+    """Verdicts of images by both models, by kind; the log names images that can't be scored."""
     compared = {}
     for kind, samples in known.items():
         old = new = score(before, samples, progress=partial(progress, kind))
@@ -209,12 +205,9 @@ def compare(
     after: Sequence[Scored],
     limits: tuple[Thresholds | None, Thresholds | None],
 ) -> list[Compared]:
-    """Verdicts of images before and after; those without a score are left out.
+    """Verdicts of images, scored before and after a change, by thresholds before and after it.
 
-    Args:
-        before: the images, scored by the present model.
-        after: the same images, scored by the new version.
-        limits: thresholds before and after.
+    Images without a score are left out.
     """
     return [
         Compared(old.sample, old.verdict(limits[0]), new.verdict(limits[1]), (old.score, new.score))
@@ -228,10 +221,7 @@ def replacement(
 ) -> Change:
     """A model from elsewhere, compared with the model that it is to replace.
 
-    Args:
-        before: the present model.
-        after: the new version.
-        progress: called with (stage, done, total).
+    Doubts: defects would pass, or the new model is one of another product.
     """
     verdicts = verdicts_of(before, after, known_parts([before, after]), progress=progress)
     doubts = [verdicts.refusal, verdicts.unlike or _unlike_training(before, after)]
@@ -251,12 +241,12 @@ def known_parts(models: Sequence[Model], defects: Iterable[Sample] = ()) -> dict
     """The parts that somebody has judged, by kind, each once by content.
 
     Args:
-        models: models with golden parts and test splits.
+        models: models whose golden parts and test splits count.
         defects: further defects.
     """
     # A part of several kinds counts where its kind comes first: defects, then the test split.
     golden = [sample for model in models for sample in golden_samples(model.folder)]
-    test = [sample for model in models for sample in _evaluated_on(model)]
+    test = [sample for model in models for sample in _test_split_of(model)]
     kinds = {
         DEFECTS: [*defects, *(part for part in [*golden, *test] if part.is_defect)],
         GOOD: [sample for sample in test if not sample.is_defect],
@@ -273,8 +263,8 @@ def known_parts(models: Sequence[Model], defects: Iterable[Sample] = ()) -> dict
     return parts
 
 
-def _evaluated_on(model: Model) -> Sequence[Sample]:
-    """The test split of a model's run; empty, with a warning, where it can't be opened."""
+def _test_split_of(model: Model) -> Sequence[Sample]:
+    """The test split of a model's run; empty for an unsaved model, or if it can't be opened."""
     if model.folder is None:
         return ()
     try:
@@ -327,7 +317,7 @@ def new_images(
         if sha256 in bad:
             raise DataError(f"{sample.path} is given as good and as a defect; give it once")
         reasons = [why for why, hashes in known_hashes.items() if sha256 and sha256 in hashes]
-        left_out.update(reasons[:1])
+        left_out.update(reasons[:1])  # counted once, under the first reason
         if not reasons:
             kept.append(sample)
         known_hashes["that are copies of others"].add(sha256)
@@ -350,8 +340,8 @@ def samples_of(
 ) -> list[Sample]:
     """Samples to learn from, to calibrate or to compare with.
 
-    Files are named by their place below the folder that holds all, pixels by their place in the
-    list; samples stay as they are.
+    Files are named by their place below the folder that holds all, and come last; pixels are named
+    by their place in the list; samples stay as they are.
 
     Args:
         images: a folder, a file, pixels, or a collection of these and of samples.
@@ -369,11 +359,10 @@ def samples_of(
     single = isinstance(images, str | os.PathLike) or is_one(images)
     given: Iterable[Any] = [images] if single else cast(Iterable[Any], images)
     for index, image in enumerate(given):
-        if isinstance(image, Sample):
-            samples.append(image)
-            continue
-        source = source_of(image, decoding, index)
-        if isinstance(source, Path):
+        source = image if isinstance(image, Sample) else source_of(image, decoding, index)
+        if isinstance(source, Sample):
+            samples.append(source)
+        elif isinstance(source, Path):
             files.append(source)
         else:
             samples.append(Sample(Path(described(index)), described(index), image=source))

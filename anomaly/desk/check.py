@@ -96,7 +96,7 @@ class SplitSummary:
 
     Attributes:
         good, defect: number of good and of defective images.
-        usable: number of images that can be decoded and hold the configured region.
+        usable: number of images that can be decoded and suit the settings.
         sizes: number of images by `width×height`, in original pixels.
         modes: number of images by colour and bits a sample, as stored.
     """
@@ -118,7 +118,7 @@ class SplitSummary:
 
 
 def _counts(counts: Counter[str], noun: str) -> str:
-    """The most common values with their numbers, in words; `noun` names the values."""
+    """The most common values with their numbers, in words; `noun` is a plural for the values."""
     if len(counts) == 1:
         return f"all {next(iter(counts))}"
     listed = ", ".join(f"{count} {name}" for name, count in counts.most_common(_COUNTED))
@@ -206,13 +206,7 @@ def check(
     reading: Reading,
     progress: Progress = lambda done, total: None,
 ) -> DataReport:
-    """Decode every image and mask of a data set, and list its faults.
-
-    Args:
-        dataset: the opened data set.
-        reading: preprocessing of its images.
-        progress: called with (done, total).
-    """
+    """Decode every image and mask of a data set, and list its faults."""
     everything = [(split, s) for split, samples in dataset.splits.items() for s in samples]
     images: list[_CheckedImage] = []
     for image in _check_all(everything, reading):
@@ -250,7 +244,7 @@ def check(
 def _check_all(
     everything: Sequence[tuple[str, Sample]], reading: Reading
 ) -> Iterator[_CheckedImage]:
-    """Facts about all images, in order; decoding processes look at them."""
+    """Facts about all images, given as (split, sample), in order; from decoding processes."""
     results = read_all(partial(_check_image, reading), everything)
     for result, (split, sample) in zip(results, everything, strict=True):
         if isinstance(result, _CheckedImage):
@@ -261,9 +255,9 @@ def _check_all(
             yield _CheckedImage(split, sample, (fault,))
 
 
-def _check_image(reading: Reading, named: tuple[str, Sample]) -> _CheckedImage:
-    """Facts about one image and its mask, from (split, sample); for a decoding process."""
-    split, sample = named
+def _check_image(reading: Reading, listed: tuple[str, Sample]) -> _CheckedImage:
+    """Facts about one image and its mask, given as (split, sample); for a decoding process."""
+    split, sample = listed
     try:
         image = read_image(sample.path, reading.decoding)
         if not reading.tiled:
@@ -279,7 +273,7 @@ def _check_image(reading: Reading, named: tuple[str, Sample]) -> _CheckedImage:
 
 
 def _mask_faults(sample: Sample, image: Image) -> Iterator[Fault]:
-    """A mask that can't be used or contradicts its image, or one that marks nothing."""
+    """Faults of a mask: unusable, against its image, without a mark, or maybe turned."""
     if sample.mask_path is None:
         return
     try:
@@ -367,7 +361,7 @@ def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
 
 
 def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
-    """Images of another aspect than the training images' median."""
+    """Images whose aspect is too far from the training images' median."""
     sized = [(image, image.size) for image in images if image.size is not None]
     learned = [height / width for image, (height, width) in sized if image.split == "train"]
     for image, size in sized if learned else ():
@@ -381,7 +375,6 @@ def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
 
 
 def _summary(images: Sequence[_CheckedImage]) -> SplitSummary:
-    """Counts of one split's images."""
     defects = sum(image.sample.is_defect for image in images)
     sizes = [image.size for image in images if image.size is not None]
     return SplitSummary(
@@ -435,7 +428,7 @@ def setting_hints(report: DataReport) -> Iterator[Hint]:
 
 
 def _tile_hint(report: DataReport) -> Iterator[Hint]:
-    """Tiles, where most images are large or strips."""
+    """Tiles, where the most common size is large or a strip."""
     sizes = sum((split.sizes for split in report.splits.values()), Counter[str]())
     common = sizes.most_common(1)[0][0]
     width, height = (int(side) for side in common.split("×"))
@@ -456,7 +449,8 @@ def _tile_hint(report: DataReport) -> Iterator[Hint]:
 def pose_hints(samples: Sequence[Sample], decoding: Decoding, *, one_grid: bool) -> Iterator[Hint]:
     """Alignment, where good parts lie turned, or shifted and each position is learned separately.
 
-    PatchCore compares patches wherever they lie, so shifts cost it little.
+    PatchCore compares patches wherever they lie, so shifts cost it little. There is no hint for
+    surfaces, nor where too few images show how far parts move.
 
     Args:
         samples: good images to learn from.
@@ -471,7 +465,7 @@ def pose_hints(samples: Sequence[Sample], decoding: Decoding, *, one_grid: bool)
     except DataError:  # surfaces have no pose
         return
     low, high = reference.lowest, reference.highest
-    if math.isinf(high.x):  # too few images show how far parts move
+    if math.isinf(high.x):  # the range is unknown
         return
     if high.turn - low.turn > _TURNED:
         reason = "good parts lie turned, so each is brought into one pose first"

@@ -256,6 +256,9 @@ _LIMESCALE = np.array([0.50, 0.60, 0.70])
 _RUST = np.array([0.35, 0.62, 0.95])
 
 
+# Severities go from 0 (subtle) to 1 (obvious).
+
+
 def scratch(plate: Plate, severity: float, rng: Generator) -> Plate:
     """A groove across the brushing, with a shining burr along its upper side."""
     thickness = max(1, round(plate.side / 845 * (1.7 + 1.7 * severity)))
@@ -337,7 +340,7 @@ def faulty_screw(plate: Plate, severity: float, rng: Generator) -> Plate:
 
 
 def _bare_metal(rng: Generator, clearance: float) -> tuple[float, float]:
-    """A place on the plate, `clearance` away from its edge, the slot and the screws."""
+    """A place (x, y) on the plate, `clearance` away from its edges, the slot and the screws."""
     while True:
         x = rng.uniform(clearance - HALF_WIDTH, HALF_WIDTH - clearance)
         y = rng.uniform(clearance - HALF_HEIGHT, HALF_HEIGHT - clearance)
@@ -354,7 +357,7 @@ def clouds(rng: Generator, side: int, grain: float, octaves: int = 1) -> Field:
         rng: source of randomness.
         side: side of the square field, in pixels.
         grain: size of the largest features, in pixels; the smallest possible is 4.
-        octaves: how many layers there are; each has half the grain and half the strength.
+        octaves: number of layers; each has half the grain and half the strength of the last.
 
     Returns:
         (S, S) float32, mean about 0, standard deviation about 1.
@@ -380,7 +383,7 @@ def streaks(rng: Generator, side: int, length: int, width: float = 0) -> Field:
     Args:
         rng: source of randomness.
         side: side of the square field, in pixels.
-        length: how far a streak reaches, in pixels.
+        length: reach of a streak, in pixels.
         width: Gaussian σ across the streaks, in pixels; 0 leaves the rows independent.
 
     Returns:
@@ -598,7 +601,8 @@ def write_sample_data(
         progress: called with (done, total) after every image.
 
     Raises:
-        OutputError: the folder exists and isn't empty, or writing failed.
+        OutputError: a file has the folder's name, files in it would be replaced without
+            `overwrite`, or writing failed.
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not overwrite):
         raise OutputError(f"{folder} exists; name another folder, or give overwrite=True")

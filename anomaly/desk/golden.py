@@ -1,7 +1,7 @@
 """Golden parts: known parts whose recorded scores show if the line, or the model, has changed.
 
-Those in the subfolder `missed` are defects that a model has called good. Their scores may change;
-only a defect that was caught and now passes counts as moved.
+Those in the subfolder `missed` are defects that a model has called good. Their scores may change:
+one counts as moved if it was caught and now passes, or can't be scored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from anomaly.datasets.samples import Sample
+from anomaly.datasets.samples import GOOD, Sample
 from anomaly.errors import DataError, some, why
 from anomaly.files.writing import GOLDEN, as_json, from_json, locked, sha256_of, short_name, write
 from anomaly.imaging.read import list_images, suffix_of
@@ -24,7 +24,7 @@ _RECORD = "with anomaly evaluate --golden FOLDER --overwrite"
 
 
 def golden_of(model: Path) -> Path | None:
-    """The folder of the golden parts that are recorded beside a model folder, if there are any."""
+    """The folder of the golden parts beside a model folder; None if none are recorded there."""
     golden = model.parent / "golden"
     return golden if model.name == "model" and (golden / GOLDEN).is_file() else None
 
@@ -38,8 +38,7 @@ def golden_samples(model: Path | None) -> list[Sample]:
 def _samples_in(golden: Path) -> list[Sample]:
     """The images in a folder of golden parts, named by their place there."""
     names = {path: path.relative_to(golden).as_posix() for path in list_images(golden)}
-    kinds = {True: MISSED, False: "good"}
-    return [Sample(path, name, kinds[is_missed(name)]) for path, name in names.items()]
+    return [Sample(path, n, MISSED if is_missed(n) else GOOD) for path, n in names.items()]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Answer:
 
     Attributes:
         image_score: the image score; None if the image can't be scored.
-        verdict: the verdict; without a score, the image's status.
+        verdict: the verdict, empty without thresholds; without a score, the image's status.
     """
 
     image_score: float | None
@@ -76,7 +75,7 @@ class Check:
 
     @property
     def missed(self) -> str:
-        """A line on the missed defects: how many are caught now, and which aren't; else empty."""
+        """A line on the missed defects: how many are caught now, and which pass; else empty."""
         missed = {name: answer for name, answer in self.answers.items() if is_missed(name)}
         passing = [
             f"{name} ({answer.image_score:.4g})"
@@ -94,13 +93,7 @@ def check(
     tolerance: float = 0.01,
     progress: Progress = lambda done, total: None,
 ) -> Check:
-    """Score golden parts, and compare with their record.
-
-    Args:
-        model: the model to check.
-        golden: folder of the golden parts.
-        tolerance: share by which a score may move.
-        progress: called with (done, total).
+    """Score golden parts, and compare with their record; see `moved_since` for the tolerance.
 
     Raises:
         DataError: nothing is recorded, or the record is damaged.
@@ -113,7 +106,7 @@ def check(
 def score_golden(
     model: Model, golden: Path, progress: Progress = lambda done, total: None
 ) -> dict[str, Answer]:
-    """Answers on the images in a folder of golden parts, by their place there, in order."""
+    """Answers on the images in a folder of golden parts, by their place there, sorted."""
     answers = {}
     for image in score(model, _samples_in(golden), progress=progress):
         verdict = image.status if image.score is None else image.verdict(model.thresholds)
@@ -126,10 +119,7 @@ def moved_since(
 ) -> dict[str, str]:
     """The change of each image that isn't as recorded, by name, in the order of names.
 
-    Args:
-        recorded: answers of the record, by the image's name.
-        current: answers of today.
-        tolerance: share by which a score may move.
+    A score may move by `tolerance`, a share of the recorded one.
     """
     moved = {}
     for name in sorted(recorded.keys() | current.keys()):
@@ -178,7 +168,7 @@ def missed_parts(golden: Path) -> list[Path]:
 
 
 def keep_missed(folder: Path, name: str, file: bytes) -> Path:
-    """Make a defect that a model has called good one of its run's golden parts.
+    """Keep a defect that a model has called good, among the golden parts of the model's run.
 
     Its score isn't recorded: the run is as ready for the line as before.
 
@@ -217,11 +207,11 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
 
 
 def carry_missed(source: Path, target: Path, model: str) -> None:
-    """Copy the missed defects in one folder of golden parts into that of another version.
+    """Copy missed defects to the golden parts of another version, except those already there.
 
     Args:
-        source: golden parts of the present version; may be missing.
-        target: golden parts of the other version; may be missing.
+        source: folder of the present version's golden parts; may be missing.
+        target: folder of the other version's golden parts; may be missing.
         model: id of the other version.
 
     Raises:
@@ -233,12 +223,15 @@ def carry_missed(source: Path, target: Path, model: str) -> None:
 
 
 def _write_missed(place: Path, file: bytes, model: str) -> None:
-    """Write a missed defect; a folder without a record gets an empty one."""
+    """Write a missed defect; golden parts without a record get an empty one.
+
+    Raises:
+        DataError: there is no record, but there are parts that aren't missed defects.
+    """
     golden = place.parents[1]
     if not (golden / GOLDEN).is_file():
-        images = list_images(golden) if golden.is_dir() else []
-        names = [str(image.relative_to(golden)) for image in images]
-        if others := [name for name in names if not is_missed(name)]:
+        parts = _samples_in(golden) if golden.is_dir() else []
+        if others := [part.name for part in parts if not part.is_defect]:
             raise DataError(
                 f"{golden} holds images whose scores aren't recorded ({some(others)}); "
                 f"record them first {_RECORD}"
@@ -248,12 +241,7 @@ def _write_missed(place: Path, file: bytes, model: str) -> None:
 
 
 def write_record(folder: Path, model_id: str, answers: Mapping[str, Answer]) -> None:
-    """Record a model's scores of golden parts in their folder.
-
-    Args:
-        folder: folder of the golden parts.
-        model_id: the model's id.
-        answers: answers by the image's place in the folder.
+    """Record a model's answers on golden parts, by their place in the folder.
 
     Raises:
         OutputError: no room, no permission.

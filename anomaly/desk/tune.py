@@ -95,7 +95,7 @@ _STEPS = tuple(
 
 
 def with_changes(config: Config, changes: Iterable[Change]) -> Config:
-    """A config with some values changed.
+    """A config with some values changed; turned copies don't enlarge its bank.
 
     Raises:
         ConfigError: the values contradict each other.
@@ -109,8 +109,7 @@ def with_changes(config: Config, changes: Iterable[Change]) -> Config:
     growth = (1 + len(turns_of(new))) / (1 + len(turns_of(config)))
     if growth == 1:
         return new
-    # Turned copies add many patches and little that is new, so the bank keeps its size: scoring
-    # costs no more.
+    # Turned copies add many patches and little that is new, and scoring must cost no more.
     ratio = min(1.0, float(f"{new.model.coreset_ratio / growth:.3g}"))
     model = new.model.model_copy(update={"coreset_ratio": ratio})
     return new.model_copy(update={"model": model})
@@ -192,18 +191,18 @@ def _pixels(config: Config) -> float:
 
 
 def _bank(config: Config) -> float:
-    """Vectors of the bank, up to a factor that configs have in common."""
+    """Number of bank vectors, up to a factor that configs have in common."""
     return config.model.coreset_ratio * (1 + len(turns_of(config))) * _pixels(config)
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The scores of one set of settings on the common images.
+    """Scores of the known images by one set of settings.
 
     Attributes:
-        defects: (m,) of known defects.
-        good: (n,) of training images, by models that haven't learned from them, and of other good
-            images.
+        defects: (m,) scores of known defects.
+        good: (n,) scores of training images, by models that haven't learned from them, and of other
+            good images.
     """
 
     defects: Floats
@@ -220,7 +219,10 @@ class Scores:
         return Scores(self.defects[defects], self.good[good])
 
     def limit(self, rate: float) -> float:
-        """The threshold that flags at most a share of good images on average."""
+        """A threshold that flags at most this share of good images on average: one of their scores.
+
+        Its rank from above is rate · (n + 1), rounded down; at least 1, so few images allow more.
+        """
         # No threshold helps where there is a reason for review: such scores are infinite.
         good = self.good[np.isfinite(self.good)]
         above = max(1, int(rate * (len(good) + 1) + 1e-9))
@@ -229,7 +231,7 @@ class Scores:
 
 def worths(scores: Scores, rate: float) -> Floats:
     """The worth (m,) of each defect, from 0 to 1, as the module's text defines it."""
-    return _counted(_good_above(scores) / len(scores.good), rate)
+    return _worths_at(_good_above(scores) / len(scores.good), rate)
 
 
 def _good_above(scores: Scores) -> NDArray[np.int64]:
@@ -238,8 +240,8 @@ def _good_above(scores: Scores) -> NDArray[np.int64]:
     return np.asarray(len(good) - np.searchsorted(good, scores.defects))
 
 
-def _counted(shares: Floats, rate: float) -> Floats:
-    """The worths of defects, from the shares of good images that score as high."""
+def _worths_at(shares: Floats, rate: float) -> Floats:
+    """Worths (m,) of defects, from the shares (m,) of good images that score as high or higher."""
     return np.asarray(np.clip(1 - shares / (2 * rate), 0, 1))
 
 
@@ -251,7 +253,7 @@ def _influence(scores: Scores, rate: float) -> Floats:
     good, order = scores.good, np.argsort(scores.defects)
     above, count = _good_above(scores)[order], max(len(good) - 1, 1)
     # Gain of each defect, in rising order of scores, if a good image above it is left out.
-    gains = _counted((above - 1) / count, rate) - _counted(above / count, rate)
+    gains = _worths_at((above - 1) / count, rate) - _worths_at(above / count, rate)
     below = np.searchsorted(scores.defects[order], good, side="right")
     without = np.append(0.0, gains.cumsum())[below]
     return np.asarray((without.mean() - without) * np.sqrt(count / len(good)))
@@ -301,7 +303,7 @@ def judge(
         groups: the part that each image shows, in the order of `Scores.every`. Images with None,
             and those beyond the last, show a part of their own.
     """
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     count = len(settings[0].defects)
     part_of = _part_numbers(groups, settings[0].every.size)
     if len(np.unique(part_of[count:])) < 2:  # good images of a single group have to be parted
@@ -309,15 +311,15 @@ def judge(
     parts = len(np.unique(part_of[:count]))
     gained = np.zeros(part_of.max() + 1)  # by part
     above = np.zeros((2, part_of.size))  # by the present settings, and by the chosen ones
-    for out in _folds(part_of, parts, draw):
+    for out in _folds(part_of, parts, rng):
         kept = [scores.only(~out) for scores in settings]
         gains = _gains(kept, rate, part_of[~out])
         best = int(gains.sum(1).round(6).argmax())
-        both = [settings[index].only(out) for index in (0, best)]
-        gained += _gains(both, rate, part_of[out], len(gained))[1]
+        present_and_best = [settings[index].only(out) for index in (0, best)]
+        gained += _gains(present_and_best, rate, part_of[out], len(gained))[1]
         for row, index in zip(above, (0, _cheapest(gains, costs)), strict=True):
             row[out] += settings[index].every[out] > kept[index].limit(rate)
-    signs = draw.choice([-1.0, 1.0], (len(gained), _DRAWS))
+    signs = rng.choice([-1.0, 1.0], (len(gained), _DRAWS))
     chance = float((gained @ signs >= gained.sum() - 1e-9).mean())
     better = parts >= LEAST_DEFECTS and chance <= _CHANCE
     return Judgement(
@@ -338,23 +340,23 @@ def _part_numbers(groups: Sequence[Hashable], count: int) -> Numbers:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
-def _folds(part_of: Numbers, parts: int, draw: np.random.Generator) -> Iterator[Mask]:
+def _folds(part_of: Numbers, parts: int, rng: np.random.Generator) -> Iterator[Mask]:
     """The images (n,) of each fifth of the parts, for each division into fifths.
 
-    A fifth has equally many parts with defects, and equally many others.
+    Fifths differ by one part with defects at most, and by one other part.
 
     Args:
         part_of: number of each image's part.
         parts: number of parts with defects, which have the first numbers.
-        draw: source of randomness.
+        rng: source of randomness.
     """
     others = int(part_of.max()) + 1 - parts
     for _ in range(_DIVISIONS):
-        places = np.append(draw.permutation(parts), parts + draw.permutation(others))
+        places = np.append(rng.permutation(parts), parts + rng.permutation(others))
         yield from (places[part_of] % _FOLDS == fold for fold in range(_FOLDS))
 
 
-def _gains(settings: Sequence[Scores], rate: float, part_of: Numbers, least: int = 0) -> Floats:
+def _gains(settings: Sequence[Scores], rate: float, part_of: Numbers, parts: int = 0) -> Floats:
     """Each part's share (settings, parts) in the worth that settings gain over the first ones.
 
     A defect's share is its worth; a good image's is its influence on the worths, because good
@@ -364,14 +366,16 @@ def _gains(settings: Sequence[Scores], rate: float, part_of: Numbers, least: int
         settings: scores of the same images by each candidate's settings.
         rate: the promised false-reject rate.
         part_of: number of each image's part.
-        least: number of parts, if it is more than these images show.
+        parts: least number of columns; a part that no image shows gains nothing.
     """
     shares = [np.append(worths(scores, rate), _influence(scores, rate)) for scores in settings]
-    return np.stack([np.bincount(part_of, share - shares[0], least) for share in shares])
+    return np.stack([np.bincount(part_of, share - shares[0], parts) for share in shares])
 
 
 def _cheapest(gains: Floats, costs: Sequence[float]) -> int:
-    """The cheapest settings within a standard error of the best, with half of their gain at least.
+    """Index of the cheapest settings that gain about as much as the best.
+
+    They lie within a standard error of the best, and gain half as much at least.
 
     Args:
         gains: (settings, parts), from `_gains`.
@@ -408,7 +412,7 @@ _NETWORK_TIME = 2.0  # guess of another network's time, on the safe side; 1 for 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """Settings that were trained and have scored the known images.
+    """Settings with which a model was trained and has scored the known images.
 
     Attributes:
         changes: differences from the present settings; empty for these themselves.
@@ -482,7 +486,7 @@ class Search:
         self._try_together([step for step in planned if step.axis == SCORE])
 
     def trial(self, changes: tuple[Change, ...]) -> Trial:
-        """Train with changed settings, and score all images by the model."""
+        """Train with changed settings, and score the known images by the model."""
         config = with_changes(self.config, changes)
         if self.tried and config.backbone == self.config.backbone:
             config = config.model_copy(update={"precision": self.tried[0].config.precision})
@@ -521,8 +525,8 @@ class Search:
         every = np.stack([trial.scores.every for trial in self.tried])
         return np.asarray(~np.isnan(every).any(0))
 
-    def _try_together(self, scores: Sequence[Change]) -> None:
-        """Try the best change of each axis that has helped together, then other image scores."""
+    def _try_together(self, image_scores: Sequence[Change]) -> None:
+        """Combine the most helpful changes of several axes; then try image scores with the best."""
         totals = self._worths()
         best: dict[str, Change] = {}
         for i in sorted(range(1, len(self.tried)), key=totals.__getitem__, reverse=True):
@@ -536,16 +540,16 @@ class Search:
         totals = self._worths()
         changes = self.tried[int(np.argmax(totals))].changes
         if changes and changes[0].axis != SCORE:
-            for step in scores:
+            for step in image_scores:
                 self._try_if_it_fits((*changes, step))
 
     def _worths(self) -> list[float]:
-        """Total worth of the defects by trial, on the images that all trials have scored."""
+        """Total worth of the defects by trial, on images that all trials have scored."""
         rate, common = self.config.calibration.review_rate, self.usable()
         return [float(worths(trial.scores.only(common), rate).sum()) for trial in self.tried]
 
     def _try_if_it_fits(self, changes: tuple[Change, ...]) -> bool:
-        """Try changes together; False, with the reason noted, if the budget is too small."""
+        """Try changes together; False if the time left is too short. `skipped` notes failures."""
         expected = self._estimate(changes)
         left = self.budget - (time.monotonic() - self._began)
         if expected > left:
@@ -571,7 +575,6 @@ class Search:
 
 
 def _name_of(changes: Sequence[Change]) -> str:
-    """Changes of settings, for people."""
     return ", ".join(map(str, changes)) or "your settings"
 
 
@@ -590,7 +593,7 @@ class Tuning:
         base: the settings before.
         tried: all trials, that of `base` first, with scores of the images that all could score.
         skipped: reasons why settings weren't tried, by the settings' names.
-        judgement: the choice among the trials, and its expected rates on new parts.
+        judgement: the choice, and its expected rates on new parts.
     """
 
     base: Config
@@ -603,7 +606,7 @@ class Tuning:
 
     @property
     def chosen(self) -> Trial:
-        """The trial of the chosen settings."""
+        """The trial that was chosen."""
         return self.tried[self.judgement.index]
 
     @property
@@ -674,13 +677,12 @@ class Tuning:
         write(file, head + yaml.safe_dump(values, allow_unicode=True, sort_keys=False, width=100))
 
     def _row(self, trial: Trial) -> tuple[str, ...]:
-        """The table's row of a trial, with the columns of `_HEAD`."""
+        """The columns of `_HEAD` for a trial."""
         caught = f"{self.caught(trial)} of {len(trial.scores.defects)}"
         return trial.name, caught, trial.flagged, f"{1000 * trial.image_seconds:.0f}"
 
 
 def _too_few(parts: int) -> str:
-    """The reason to compare no settings."""
     return (
         f"known defects on {counted(parts, 'part')} are too few to compare settings; give at least "
         f"{LEAST_DEFECTS} defective parts, better 20, with --defects FOLDER"
@@ -688,7 +690,6 @@ def _too_few(parts: int) -> str:
 
 
 def _minutes(seconds: float) -> str:
-    """A time in minutes and seconds."""
     minutes, rest = divmod(round(max(seconds, 0)), 60)
     return f"{minutes}:{rest:02} min"
 
@@ -719,7 +720,8 @@ def tune(
         progress: called with (stage, done, total).
 
     Raises:
-        DataError: there are too few training images, or known defects on too few parts.
+        DataError: there are too few training images, or known defects on too few parts, or none of
+            these can be used.
         AnomalyError: the present settings can't be trained.
     """
     if data is None:

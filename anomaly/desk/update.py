@@ -59,12 +59,13 @@ def update(
         defects: images of defects, compared like those of the test split and the golden parts.
         past: parts that nobody has judged; their changed verdicts are listed.
         include_suspects: learn suspects, too; see `learn`.
-        scratch: folder for temporary files.
+        scratch: folder for temporary files; None for the system's.
         progress: called with (stage, done, total).
 
     Raises:
         ModelError: an exported model, or a method that can't learn more.
-        DataError: an image is given as good and as a defect, or no image is left to learn.
+        DataError: an image is given as good and as a defect, no image is left to learn, or the
+            model has no thresholds.
     """
     known = known_parts([model], defects)
     images = new_images(model, good, "good images", known, defects=defects)
@@ -83,29 +84,31 @@ def update(
     assert before is not None  # `learn` requires thresholds
     assert after is not None
     rates = verdicts.defects_found(after, known[DEFECTS])
-    wishes = {"updated": {"include_suspects": include_suspects}}
-    changes = changes_with(model, wishes, after, {"learned": learned.hashes}, rates)
+    asked = {"updated": {"include_suspects": include_suspects}}
+    changes = changes_with(model, asked, after, {"learned": learned.hashes}, rates)
     if caution := ThresholdChange(before, after).caution:
         log.warning(caution)
-    # The suspects aside: the notes compare the same images before and after.
-    hashes = set(learned.hashes.values())
-    scored_before = [image for image in score(model, images) if image.sha256 in hashes]
     for name, value in learned.suspects.items():
         log.warning("suspect, not learned: %s (score %.4g)", name, value)
     if learned.suspects:
         log.warning("check the suspects; if they are good, add --include-suspects")
-    now = _verdicts(map(after.verdict, learned.good.image))
+    # Without the suspects, so that both lines count the same images.
+    hashes = set(learned.hashes.values())
+    scored_before = [image for image in score(model, images) if image.sha256 in hashes]
+    verdicts_before = _verdict_counts(image.verdict(before) for image in scored_before)
+    verdicts_now = _verdict_counts(map(after.verdict, learned.good.image))
     count = counted(len(learned.good.names), "good image")
     notes = [
-        f"learned {count}; each scored without itself: {now}",
-        f"before the update: {_verdicts(image.verdict(before) for image in scored_before)}",
+        f"learned {count}; each scored without itself: {verdicts_now}",
+        f"before the update: {verdicts_before}",
     ]
-    new, doubts = replace(learned.model, changes=changes), list(filter(None, [verdicts.refusal]))
-    return Change(model, new, verdicts, notes, doubts, learned.refused)
+    updated = replace(learned.model, changes=changes)
+    doubts = [verdicts.refusal] if verdicts.refusal else []
+    return Change(model, updated, verdicts, notes, doubts, learned.refused)
 
 
-def _verdicts(verdicts: Iterable[str]) -> str:
-    """Number of images by verdict, in words."""
+def _verdict_counts(verdicts: Iterable[str]) -> str:
+    """Numbers of images by verdict: `3 good, 1 review, 0 reject`."""
     counts = Counter(verdicts)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("good", "review", "reject"))
 
@@ -154,7 +157,7 @@ class Learned:
         good: scores of the learned images, each by a model that hasn't learned it.
         hashes: sha256 of each learned image, by name.
         suspects: scores of the images that weren't learned, by name, the highest first.
-        refused: reasons of unusable images.
+        refused: reasons why images are unusable.
     """
 
     model: Model
@@ -199,18 +202,19 @@ def learn(
             "the model has no thresholds, so suspects can't be recognised; set thresholds with "
             "`anomaly calibrate` first"
         )
-    limit, (_, rate) = model.thresholds.image, model.rates()
+    review_rate, reject_rate = model.rates()
     known = [*model.manifest["training_images"], *model.manifest["refused_images"]]
     names = unique_names([sample.name for sample in samples], known)
     renamed = (replace(sample, name=name) for sample, name in zip(samples, names, strict=True))
     numbered = dict(enumerate(renamed, len(known)))  # numbers follow those of the known images
-    setup, seen = TrainingSetup.of(model), partial(progress, "features")
+    setup = TrainingSetup.of(model)
     images = {i: sample.source for i, sample in numbered.items()}
-    with cached_features(setup, images, scratch, seen) as patches:
+    with cached_features(setup, images, scratch, partial(progress, "features")) as patches:
         learned = {i: numbered[i] for i in sorted(patches.facts)}
         # The first trial, with all images, finds the suspects; a second one learns without them.
         new, good = _trial(model, setup.fitter, patches, learned, progress)
-        suspects = {} if include_suspects else _suspects(good, limit, rate)
+        limit = model.thresholds.image
+        suspects = {} if include_suspects else _suspects(good, limit, reject_rate)
         if len(suspects) == len(good.names):
             raise DataError(
                 f"all new images look unlike the learned ones and may be defects: "
@@ -222,8 +226,9 @@ def learn(
         refused = [item.reason for item in patches.refused]
         hashes = {sample.name: patches.hashes[i] for i, sample in learned.items()}
         statistics = TrainingStatistics.of(patches.statistics_of([*learned]))
+    # Suspects and unusable images keep their numbers, too.
     left_out = {s.name: i for i, s in numbered.items() if s.name not in hashes}
-    manifest, known_statistics = model.manifest, model.training_statistics
+    known_statistics = model.training_statistics
     all_good = model.thresholds.good.joined(good)
     source = (
         f"{len(all_good.names)} good images, each scored by a model that hasn't seen it, "
@@ -232,12 +237,12 @@ def learn(
     all_good = replace(all_good, source=source)
     new = replace(
         new,
-        thresholds=thresholds_from(all_good, *model.rates(), newest=good.image),
+        thresholds=thresholds_from(all_good, review_rate, reject_rate, newest=good.image),
         training_statistics=known_statistics and known_statistics.merged(statistics),
         manifest={
-            **manifest,
-            "training_images": {**manifest["training_images"], **hashes},
-            "refused_images": {**manifest["refused_images"], **left_out},
+            **model.manifest,
+            "training_images": {**model.manifest["training_images"], **hashes},
+            "refused_images": {**model.manifest["refused_images"], **left_out},
             **({"parent": model.model_id} if model.model_id else {}),
         },
         model_id="",
@@ -253,7 +258,10 @@ def _trial(
     samples: Mapping[int, Sample],
     progress: StageProgress,
 ) -> tuple[Model, GoodScores]:
-    """A model that has learned images, and the score of each by one without it."""
+    """A model that has also learned `samples` (by number), and their scores by models without them.
+
+    The patches are those of all new images.
+    """
     new = replace(model, scorer=fitter.fit(patches.only(samples)))
     if len(samples) > 1:
         scoring = partial(progress, "calibration")
@@ -261,12 +269,13 @@ def _trial(
     else:  # without its only new image, the model is the present one
         scored = patches.only(samples).scores(model)
         good = good_scores([s.name for s in samples.values()], scored.values(), "")
-    hashes = tuple(patches.hashes[i] for i in samples)  # some may have been used for calibration
+    # With hashes, images that an earlier calibration has used count once.
+    hashes = tuple(patches.hashes[i] for i in samples)
     return new, replace(good, hashes=hashes)
 
 
 def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
-    """Scores of the images that stand out from the others by name, the highest first.
+    """Scores, by name, of the images that stand out from the others, the highest first.
 
     A suspect scores 10 % above both the present reject threshold and the one that all lower scores
     would give; every image above a suspect is one, too. At most half of the images, rounded up,

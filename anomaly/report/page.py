@@ -248,7 +248,7 @@ class About:
 
     @classmethod
     def of(cls, model: Model, folder: str | Path) -> About:
-        """Facts of a model in a folder, as the user named it."""
+        """Facts of a model; `folder` is as the user named it, or empty."""
         return cls(
             model.method,
             model.unit,
@@ -385,7 +385,7 @@ def gallery_html(
         learned: sha256 of the training images.
     """
     tally = _Tally(learned)
-    # Earlier rows win among equals: the page depends on the rows alone.
+    # `nlargest` keeps the earlier of equal rows, so the page depends on the rows alone.
     shown = heapq.nlargest(
         SHOWN, tally.scored(rows), lambda pair: (bool(pair[1].reason), pair[1].image_score or 0.0)
     )
@@ -433,9 +433,9 @@ class _Tally:
         new: scores of new images without a reason for review.
         known: scores of training images without a reason for review.
         odd: scores of images with a reason for review.
-        learned: number of training images among the rows.
+        learned: number of training images with a score.
         refused: number of images without a score.
-        reasons: names, states and reasons of the first `NAMED` of these.
+        reasons: name, status and reason of each image without a score, up to `NAMED`.
     """
 
     def __init__(self, training_images: frozenset[str]) -> None:

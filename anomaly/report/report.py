@@ -61,7 +61,7 @@ _ON_SCREEN = ("image_auroc", "image_ap", "image_f1_max", "pixel_auroc", "pixel_a
 
 @dataclass(frozen=True, repr=False)
 class Category:
-    """An evaluation, where it comes from, and its pictures.
+    """An evaluation with its origin and its pictures.
 
     Attributes:
         evaluation: scores and figures.
@@ -138,7 +138,7 @@ def write_evaluation(folder: Path, categories: Sequence[Category], *, overwrite:
 
     Args:
         folder: made if need be.
-        categories: the categories so far; the reports of all but the last are written already.
+        categories: the categories so far, one at least; only the last one's report isn't written.
         overwrite: replace earlier files of these names; False refuses them.
 
     Returns:
@@ -167,13 +167,12 @@ def write_evaluation(folder: Path, categories: Sequence[Category], *, overwrite:
 
 
 def _write_figures(folder: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write `FIGURE_FILES`."""
     write(folder / "metrics.json", metrics_json(evaluations))
     write(folder / "scores.csv", scores_csv(evaluations))
 
 
 def evaluated(
-    detector: Model,
+    model: Model,
     samples: Sequence[Sample],
     data_folder: str,
     *,
@@ -184,13 +183,13 @@ def evaluated(
     """Score test images and draw them for the report.
 
     Args:
-        detector: trained.
+        model: the trained model.
         samples: test images.
-        data_folder: their folder, for people.
+        data_folder: folder of the test images, for people.
         tested: options of proposed commands that name the defects among the test images; empty for
             a data set's test split, which commands find by themselves.
         progress: called with (done, total).
-        folder: the run or model folder, as the user named it; None takes the detector's own.
+        folder: the run or model folder, as the user named it; None takes the model's own.
 
     Raises:
         DataError: there are no test images, or a label or mask contradicts an image.
@@ -198,19 +197,19 @@ def evaluated(
     pixels = pixels_for(len(samples), _PIXELS)
     tiles: dict[int, dict[str, Any]] = {}
 
-    def draw(prediction: Prediction, mask: Mask | None) -> None:
+    def add_tile(prediction: Prediction, mask: Mask | None) -> None:
         tiles[prediction.index] = tile(prediction, mask, pixels)
 
-    evaluation = score_test_split(detector, samples, progress=progress, visit=draw)
+    evaluation = score_test_split(model, samples, progress=progress, visit=add_tile)
     # A user's own name for the folder is the better one in commands that the report proposes.
-    folder = folder or detector.folder
-    training = {} if folder is None else training_of(folder, detector.model_id)
+    folder = folder or model.folder
+    training = {} if folder is None else training_of(folder, model.model_id)
     # The proposed commands take no export.
-    named = folder if folder and detector.extractor.engine == "torch" else Path("RUN")
-    run = Run(detector, named, training, tested)
+    named = folder if folder and model.extractor.engine == "torch" else Path("RUN")
+    run = Run(model, named, training, tested)
     return Category(
         evaluation=evaluation,
-        about=About.of(detector, folder or ""),
+        about=About.of(model, folder or ""),
         training=training,
         data_folder=data_folder,
         date=utc_now(),
@@ -237,7 +236,7 @@ def tile(prediction: Prediction, mask: Mask | None, pixels: int) -> dict[str, An
 
     Args:
         prediction: prediction with the decoded image.
-        mask: ground-truth mask (H0, W0); None for an image without.
+        mask: ground-truth mask (H0, W0), or None.
         pixels: most pixels of the picture.
 
     Returns:
@@ -262,7 +261,8 @@ def tile(prediction: Prediction, mask: Mask | None, pixels: int) -> dict[str, An
 
 
 def _heat(anomaly_map: NDArray[np.float32], threshold: float) -> bytes:
-    """The heatmap's colours as a small WebP picture; a smooth map needs no more pixels."""
+    """The heatmap's colours as a small WebP picture; empty where nothing is coloured."""
+    # A smooth map needs no more pixels.
     height, width = anomaly_map.shape
     scale = min(1.0, _HEAT_SIDE / max(height, width))
     size = max(1, round(width * scale)), max(1, round(height * scale))
@@ -340,7 +340,7 @@ def report_html(category: Category) -> str:
 
 
 def _figures(category: Category) -> Iterator[dict[str, Any]]:
-    """The page's head: false rejects, escapes, and the figures that exist or have a reason."""
+    """The page's head: escapes, false rejects, and figures or reasons why they are undefined."""
     metrics = category.evaluation.metrics
     if counts := category.verdicts:
         for label, key, wrong, total in (
@@ -362,7 +362,6 @@ def _figures(category: Category) -> Iterator[dict[str, Any]]:
 
 
 def _by_type(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """Rows of the table by type of defect."""
     types = [row.sample.defect_type for row, _ in evaluation.usable]
     for name, metrics in evaluation.by_type.items():
         images = types.count(name)
@@ -431,7 +430,7 @@ def _rounded(value: Any) -> Any:
 
 
 def scores_csv(evaluations: Sequence[Evaluation]) -> str:
-    """One row for each test image; docs/outputs.md describes the columns."""
+    """A row for each test image (one at least); docs/outputs.md describes the columns."""
     rows = [_score_row(e, image) for e in evaluations for image in e.scored]
     return csv_text([rows[0].keys(), *(row.values() for row in rows)])
 
@@ -566,7 +565,7 @@ def _rate(count: int, images: int) -> dict[str, Any] | None:
 
 
 def _mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
-    """Each figure's mean over the evaluations that have it; None where none has."""
+    """Each figure's mean over the evaluations that define it; None where none does."""
     means: dict[str, float | None] = {}
     for key in dict.fromkeys(key for e in evaluations for key in e.metrics.values):
         values = [v for e in evaluations if (v := e.metrics.values.get(key)) is not None]
@@ -575,5 +574,5 @@ def _mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
 
 
 def _shown(value: float | None) -> str:
-    """A figure with four digits, or a dash where it is undefined."""
+    """A figure with four decimals, or a dash where it is undefined."""
     return "–" if value is None else f"{value:.4f}"
