@@ -57,7 +57,8 @@ def explained(model: Model, image: Path | Image, *good: str | Path) -> Explanati
         raise ImageError(prediction.reason, prediction.status)
     flaws = () if model.thresholds is None else prediction.regions
     peaks = [peak_of(flaw, item.view) for flaw in flaws]
-    item, scores = item.in_part(), prediction.patch_scores  # so that equal places are compared
+    item = item.in_part()  # so that equal places are compared
+    scores = prediction.patch_scores
     patches = worst_patches(scores, peaks, item.view)
     good_images = GoodImages(model, *good)
     facts, crops = _compared(item, scores, patches, good_images)
@@ -109,17 +110,16 @@ def _compared(
 
 
 def _pictures(model: Model, prediction: Prediction, worst: NetworkInput) -> dict[str, RgbImage]:
-    """Pictures of the feature maps and the score's gradient, by name; `worst` is image or tile."""
-    extractor, network_picture = model.extractor, saliency.levels(worst.pixels)
+    """Pictures of feature maps and of the score's gradient, by name, of an image or worst tile."""
+    extractor = model.extractor
+    network_picture = saliency.levels(worst.pixels)
+    (normalised,) = network_input([worst], model.normalise, model.device)
     maps = saliency.feature_map_pictures(
-        extractor.network,
-        network_input([worst], model.normalise, model.device)[0],
-        extractor.layers,
-        picture=network_picture,
+        extractor.network, normalised, extractor.layers, picture=network_picture
     )
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
-    shown, gradient = saliency.fitted(network_picture), score_gradient(model, worst)
-    glow = saliency.glowing(shown, saliency.saliency_map(gradient))
+    shown = saliency.fitted(network_picture)
+    glow = saliency.glowing(shown, saliency.saliency_map(score_gradient(model, worst)))
     pictures["score_gradient"] = saliency.beside(
         [
             ("what the network sees" + (" of its worst tile" if worst.mosaic else ""), shown),
@@ -133,11 +133,7 @@ def _pictures(model: Model, prediction: Prediction, worst: NetworkInput) -> dict
 def patch_box(view: View, grid: tuple[int, int], row: int, column: int) -> Box:
     """The box of a patch in the original image, or in the part's coordinates of an aligned one.
 
-    Args:
-        view: geometry of the network's input.
-        grid: (h, w) of the patch grid; with tiles, of their mosaic.
-        row: row of the patch in that grid.
-        column: column of the patch in that grid.
+    The patch lies in a row and column of the image's patch grid (h, w), with tiles of their mosaic.
     """
     (top, bottom), (left, right) = (
         patch_edges(pieces, count // len(pieces))[:, index].tolist()
@@ -240,10 +236,7 @@ class GoodPatch:
 def tile_of(item: NetworkInput, grid: tuple[int, int], patch: tuple[int, int]) -> NetworkInput:
     """The network's input at a patch: the patch's tile, or the whole image without tiles.
 
-    Args:
-        item: one loaded image.
-        grid: (h, w) of the patch grid; with tiles, of their mosaic.
-        patch: (row, column) in that grid.
+    The patch lies in (row, column) of the image's patch grid (h, w), with tiles of their mosaic.
     """
     if item.view.whole:
         return item
@@ -315,7 +308,7 @@ class GoodImages:
         """Good patches to compare an image's patches with, a list for each patch.
 
         A memory bank gives those nearest to a patch, nearest first. A method without a bank gives
-        the same place on images that are spread evenly over the training set.
+        the same place on images spread evenly over the training set.
 
         Args:
             item: the image.

@@ -318,7 +318,7 @@ def claim_folder(folder: Path, *, overwrite: bool) -> list[str]:
         overwrite: True accepts an earlier explanation there.
 
     Returns:
-        Names of the files that the new explanation writes, or an earlier one has.
+        Names of the page's files, and of feature maps that an earlier explanation has written.
 
     Raises:
         OutputError: the folder holds an explanation already, or can't be written to.

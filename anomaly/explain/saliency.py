@@ -340,6 +340,7 @@ def glowing(picture: RgbImage, values: NDArray[Any]) -> RgbImage:
     unit = cv2.resize(np.asarray(values, np.float32), picture.shape[1::-1]).clip(0, 1)
     heat = _mapped(unit, cv2.COLORMAP_INFERNO)
     grey = cv2.cvtColor(cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+    # The square root lets low values show, too.
     opacity = (0.85 * np.sqrt(unit))[..., None]
     return np.asarray(np.rint(heat * opacity + grey * 0.75 * (1 - opacity)), np.uint8)
 

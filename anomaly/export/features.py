@@ -95,7 +95,8 @@ def from_backbone(
     # Untruncated: it says which keys a weights file may have, and which sides images need.
     whole = build(name)
     multiple = side_multiple(whole, layers)
-    load_state(network, read_weights(name, weights, 0)[0], whole, f"the weights file for {name}")
+    tensors, _ = read_weights(name, weights, seed=0)
+    load_state(network, tensors, whole, f"the weights file for {name}")
     network = network.to(device).to(memory_format=torch.channels_last)
     normalise = backbone_of(name).normalisation()
 

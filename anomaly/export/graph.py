@@ -220,7 +220,7 @@ def write_graph(
         network = openvino.Core().read_model(file)
         try:
             openvino.save_model(network, file.with_suffix(suffix), compress_to_fp16=False)
-        except RuntimeError:  # OpenVINO hides the system's error
+        except RuntimeError:  # OpenVINO hides the system's error, which is a full disk in general
             raise OSError(errno.ENOSPC, "No space left on device") from None
         for part in folder.glob(f"{file.name}*"):
             part.unlink()

@@ -446,7 +446,6 @@ class Run:
             raise failure
 
     def _record(self, batch: Sequence[Drawn], inputs: Inputs) -> None:
-        """Record a batch; waits until its pictures are written or refused."""
         self.record.add([self._finished(drawn, inputs) for drawn in batch])
 
     def _finished(self, drawn: Drawn, inputs: Inputs) -> Finished:

@@ -116,8 +116,8 @@ def cached_features(
         images: files or decoded pixels by image number, ascending.
         scratch: an existing folder for the temporary files.
         progress: called with (images done, number of images).
-        cluster_images: number of images that all machines of a cluster learn from; its processes
-            read the files and delete them. None on one machine.
+        cluster_images: number of images on all machines of a cluster, where other processes read
+            the files and delete them; None on one machine.
 
     Raises:
         DataError: no image can be used; not on a cluster, where others may have usable ones.
@@ -128,7 +128,7 @@ def cached_features(
     def embed(batch: list[NetworkInput] | UnusableImage) -> _Embedded | UnusableImage:
         if isinstance(batch, UnusableImage):
             return batch
-        with torch.inference_mode():
+        with torch.inference_mode():  # which holds for one thread: `in_parallel` has several
             maps = embedder.maps(batch)
             tiles = [Tile(item.index, *item.tile, item.turn) for item in batch]
             layouts = {item.index: item.layout for item in batch}
@@ -141,7 +141,8 @@ def cached_features(
     loaded = Decoders(setup.loading, looks=True).load_all(images.items())
     loaded = inspectable(loaded, embedder.grid, setup.region, learned=True)
     batches = learned_batches(by_shape(loaded, size), size, turns)
-    shared, expected = cluster_images is not None, cluster_images or len(images)
+    shared = cluster_images is not None
+    expected = cluster_images or len(images)
     writer = _Writer(fitter, scratch, expected, 1 + len(turns), shared=shared)
     with torch.inference_mode():
         for embedded in in_parallel(embed, batches, embedder.device):
@@ -202,8 +203,8 @@ class HeldOutScores:
 
     Attributes:
         image: the image number.
-        score: the image score; with tiles, the highest tile's.
-        peak: the highest value of the anomaly map; with tiles, the highest tile's.
+        score: the image score; with tiles, the highest of their scores.
+        peak: the highest value of the anomaly map at the network's size, of all tiles.
         patches: patch scores (h, w) float32, of all tiles as a mosaic; NaN doesn't count. None for
             images of which no heatmap is drawn.
     """
@@ -338,7 +339,7 @@ class CachedFeatures(PatchSet):
         return scores
 
     def _parts(self) -> Iterator[CachedFeatures]:
-        """The features of `_PART` images at a time, in ascending order."""
+        """The features of 512 images at a time, in ascending order."""
         used = [i for i in sorted(self.facts) if i in self.images]
         for first in range(0, len(used), _PART):
             yield self.only(frozenset(used[first : first + _PART]))
@@ -363,6 +364,7 @@ def _joined(batches: Iterable[PatchBatch]) -> Iterator[PatchBatch]:
     """
     rest = iter(batches)
     while group := list(islice(rest, _TOGETHER)):
+        # With a region or poses every batch has a mask, else none has.
         masks = [batch.inside for batch in group if batch.inside is not None]
         yield PatchBatch(
             torch.cat([batch.embeddings for batch in group]),
@@ -377,7 +379,7 @@ def worst(scores: Mapping[int, HeldOutScores]) -> list[HeldOutScores]:
 
 
 class Tile(NamedTuple):
-    """A training image, or the tile of it in a row and column, turned in a way from 0 to 7."""
+    """A training image, or its tile in a row and column, turned in a way from 0 (none) to 7."""
 
     image: int
     row: int

@@ -78,7 +78,7 @@ def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> 
     precision: str = config.precision
     if precision == "auto":
         trial = _trial_images(samples, loading)
-        precision = "fp32"
+        precision = "fp32"  # also without a usable image: training is refused later
         if trial:
             precision = choose_precision(extractor, network_input(trial, normalise, device))
     extractor = extractor.to(device, precision)
@@ -105,12 +105,8 @@ def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> 
 def check_smallest_defect(setup: TrainingSetup, sizes: Iterable[tuple[int, int]]) -> None:
     """Refuse a smallest defect below one patch, or above half of an image's inspected area.
 
-    Args:
-        setup: the stages of a model with `model.smallest_defect`.
-        sizes: (H0, W0) of the training images.
-
     Raises:
-        ConfigError: the area is such a one for any of these sizes.
+        ConfigError: it is such a one for an image of any of the `sizes` (H0, W0).
     """
     area = smallest_area(setup.config)
     for size in sorted(set(sizes)):
@@ -320,6 +316,7 @@ def cross_fit(
     # The first image of each image's picture: the image itself, unless it is a copy.
     originals = {i: first_with.setdefault(pictures[i], i) for i in indices}
     distinct = sorted(set(originals.values()))
+    # Numbers of groups, in which an image without a group is one by itself.
     units = len({groups.get(i, i) for i in distinct})
     known_groups = groups if units > 1 else {}  # a single group can't be held out as a whole
     divided = split(
@@ -497,9 +494,7 @@ def train(
     return replace(
         fit,
         model=replace(
-            fit.model,
-            training_statistics=TrainingStatistics.of(statistics),
-            manifest=manifest,
+            fit.model, training_statistics=TrainingStatistics.of(statistics), manifest=manifest
         ),
         refused={samples[r.index].name: r.reason for r in features.refused},
         patches=features.only(frozenset(fit.images)).count,
