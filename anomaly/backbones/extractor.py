@@ -76,7 +76,7 @@ class Layout:
             patches = output[:, output.shape[1] - height * width :]  # class tokens stand before
             # Not len(patches): a plain number would fix the batch size in a traced graph.
             output = patches.reshape(patches.shape[0], height, width, -1).contiguous()
-        return output.permute(0, 3, 1, 2)
+        return output.permute(0, 3, 1, 2)  # from (B, h, w, C)
 
 
 def layout_of(shape: Sequence[int], size: Sequence[int]) -> Layout | None:

@@ -148,10 +148,10 @@ def takes_size(network: nn.Module, height: int, width: int, layers: Sequence[str
 
 
 def side_multiple(network: nn.Module, layers: Sequence[str] = ()) -> int | None:
-    """32 or 14: a network takes images whose sides are multiples of it; None if of neither.
+    """32 or else 14: a number whose multiples a network takes as sides of images; None if neither.
 
-    It is None for squares of one size only. A dry run on sides of 7 and 8 times the number shows
-    it, up to the last of the layers, as in `takes_size`.
+    Networks that take squares of one size only have none. A dry run on 7 × 8 times the number shows
+    it, up to the last of the layers, see `takes_size`.
     """
     return next((m for m in (32, 14) if takes_size(network, 7 * m, 8 * m, layers)), None)
 
@@ -161,7 +161,7 @@ PROBES = (256, 224)
 
 
 def probes(network: nn.Module) -> tuple[int, ...]:
-    """Sides of square images to try on a network: `PROBES`, then that it was trained with."""
+    """Sides of square images to try on a network: `PROBES`, then its own training size."""
     return (*PROBES, own) if (own := own_side(network)) and own not in PROBES else PROBES
 
 

@@ -111,12 +111,7 @@ class Backbone:
         )
 
     def renamed(self, state: State, network: nn.Module) -> State:
-        """A file's tensors by the network's key names; here they have these names already.
-
-        Args:
-            state: tensors by the file's key names.
-            network: the network, still without weights.
-        """
+        """A file's tensors, `state`, by the key names of the network, which has no weights yet."""
         return state
 
     def licence(self) -> str | None:
@@ -332,11 +327,9 @@ def _renamed_by_order(state: State, wanted: Mapping[str, Tensor]) -> State:
     """An EfficientNet's tensors by timm's key names; both have them in the order of the layers.
 
     Args:
-        state: tensors by the key names of EfficientNet-PyTorch.
+        state: tensors by the key names of EfficientNet-PyTorch; returned unchanged where they
+            aren't those of `wanted` by number, kind and shape.
         wanted: timm's tensors by its key names.
-
-    Returns:
-        The renamed tensors; `state` itself where the two differ in a tensor's kind or shape.
     """
     keys, names = (
         [key for key in tensors if not key.endswith("num_batches_tracked")]
@@ -423,16 +416,13 @@ _FILL = (
 
 
 def read_weights(name: str, weights: str, seed: int) -> tuple[State, str | None]:
-    """A network's tensors by name, and the sha256 of the file that they came from.
+    """A network's tensors by name, and the sha256 of their file; None for random ones.
 
     Args:
         name: the network's name.
         weights: `imagenet` for the official ones, `random`, or the path of a `.safetensors` or
             `.pth` file.
         seed: seed of random weights.
-
-    Returns:
-        The tensors, and None instead of a sha256 where they are random.
 
     Raises:
         ConfigError: there is no such network.

@@ -64,7 +64,7 @@ class Cluster:
         return sum(min(int(resources.get(kind, 0)) for kind in needs) for resources in machines)
 
     def put(self, value: Any) -> Any:
-        """Store a value in the cluster; actors get it where this reference is an argument."""
+        """Store a value in the cluster; its reference, returned, stands for it in arguments."""
         return _ray().put(value)
 
     def start(self, kind: type, *arguments: Any) -> Actor:
@@ -83,7 +83,7 @@ class Actor:
     """An actor of a cluster.
 
     Attributes:
-        placed: true once the actor has answered, so that it has its processor.
+        placed: true once the actor has answered: it has its processor.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -114,8 +114,8 @@ def _pass_on(answer: Future[Any], ray_future: Future[Any]) -> None:
     if error is None:
         answer.set_result(ray_future.result())
         return
-    is_methods = isinstance(error, _ray().exceptions.RayTaskError)
-    cause = error.cause if is_methods else WorkerDied(type(error).__name__)  # type: ignore[attr-defined]
+    from_method = isinstance(error, _ray().exceptions.RayTaskError)
+    cause = error.cause if from_method else WorkerDied(type(error).__name__)  # type: ignore[attr-defined]
     if isinstance(cause, ModuleNotFoundError) or "No module named 'anomaly" in str(error):
         lacking = getattr(cause, "name", None) or "anomaly"
         cause = DataError(
@@ -176,7 +176,7 @@ def joined(address: str, device: str) -> Iterator[Cluster]:
         ray.shutdown()
 
 
-# Reason, in messages, why an image at which workers died is refused.
+# Reason why an image at which workers died is refused.
 CRASHED = "every process that handled it crashed (out of memory?)"
 # Units in progress for each worker: results are yielded in order, so a slow one holds up others.
 _AHEAD = 3
@@ -300,12 +300,13 @@ class Workers:
         waiting: deque[_Unit] = deque()  # units that no worker has at the moment
         try:
             while True:
-                room = max(1, self._cluster.room())
+                room = max(1, self._cluster.room())  # without machines, an actor waits for one
+                # Each unit is given out before the next is read: reading may decode images.
                 while not waiting and len(begun) < _AHEAD * room and (unit := next(unread, None)):
                     begun.append(unit)
                     waiting.append(unit)
                     self._give(waiting, ask, room)
-                self._give(waiting, ask, room)
+                self._give(waiting, ask, room)  # also units that need a further step
                 if not begun:
                     return
                 while begun and (done := begun[0].done) is not None:
@@ -420,7 +421,7 @@ class ScoringWorker:
         return [r if isinstance(r, UnusableImage) else replace(r, image=None) for r in results]
 
     def _load(self) -> Model:
-        """Load the model, and check that scores will be those of the command."""
+        """Load the model, and check that it is the command's, as are program and device."""
         host, expected = socket.gethostname(), self._about
         _use_one_thread()
         try:
@@ -485,7 +486,7 @@ def _sharded(
     size: int,
     progress: Progress,
 ) -> ShardedFeatures:
-    """Have workers compute and keep the features of images, in shards of `size` images."""
+    """Features of images, which workers compute and keep in shards of `size` images."""
     numbers = list(images)
     units = [numbers[i : i + size] for i in range(0, len(numbers), size)]
     shards: list[CachedFeatures] = []
@@ -555,15 +556,14 @@ class ShardedFeatures(CachedFeatures):
     def _on_shards(self, method: str, argument: Any) -> Iterator[Any]:
         """Results of a method of `ShardWorker` for each shard that has any of the images.
 
-        The method takes the shard's features, image numbers, and the argument.
-
-        Raises:
-            AnomalyError: workers die at an image; the message names it.
+        The method takes the shard's features, image numbers, and the argument. An image at which
+        workers die is an AnomalyError.
         """
         sent = self.cluster.put(argument)
 
         def ask(actor: Actor, unit: Sequence[int]) -> Future[Any]:
-            # An empty unit only tests the worker: any features will do.
+            # Images are numbered from 0 without gaps. An empty unit, which only tests the worker,
+            # takes any features.
             _, features = self.shards[unit[0] // self.shard if unit else 0]
             return actor.ask(method, features, unit, sent)
 
@@ -605,7 +605,7 @@ class ShardWorker:
             DataError: this machine sees none of several image files, or not the run's folder.
         """
         self._prepare()
-        self._check_there(images)
+        self._check_disk(images)
         # Room on the disk is checked for `total` images: by the first shard for all shards.
         total = len(self._images) if 0 in images else len(images)
         mine = {i: self._images[i] for i in images}
@@ -613,7 +613,7 @@ class ShardWorker:
         with cached_features(self._setup, mine, self._scratch, cluster_images=total) as features:
             return features
 
-    def _check_there(self, images: Sequence[int]) -> None:
+    def _check_disk(self, images: Sequence[int]) -> None:
         """Check that this machine has the images' disk; one file alone may be missing."""
         files = [file for i in images if isinstance(file := self._images[i], Path)]
         if len(files) > 1 and not any(file.exists() for file in files):
@@ -640,11 +640,7 @@ class ShardWorker:
         return features.only(images).scores(self._setup.model(scorer.to(self._setup.device)))
 
     def _prepare(self) -> None:
-        """Set threads, device and working folder, once.
-
-        Raises:
-            DataError: this machine doesn't see the run's folder.
-        """
+        """Set threads, device and working folder, once."""
         if self._is_prepared:
             return
         if not self._scratch.is_dir():

@@ -349,12 +349,8 @@ def refuse_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> list[Remo
     Once any code has run compiled, compiled networks are searched among all objects of the process,
     which takes some 100 ms, unless `mark_private` was called.
 
-    Args:
-        model: the hooked network.
-        modules: its hooked layers.
-
-    Returns:
-        Handles whose removal lets the compiled networks run again.
+    `modules` are the hooked layers of `model`. The handles returned let the compiled networks run
+    again when they are removed.
     """
     if model in _private:
         return []

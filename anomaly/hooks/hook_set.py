@@ -254,6 +254,7 @@ class HookSet:
             )
         _check_call(hook, ("parameter",), (extra, named))
 
+        # Not `_with_extra`, which would refuse a change of the parameter in place.
         def call(changed: Tensor) -> None:
             hook(changed, *extra, **named)
 

@@ -90,8 +90,8 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
     for pattern in [layers] if isinstance(layers, str | type | nn.Module) else layers:
         for path in match(model, pattern):
             module = model
-            for above, module in _steps_to(model, path):
-                _refuse_unhookable(model, module, above, pattern)
+            for step, module in _steps_to(model, path):
+                _refuse_unhookable(model, module, step, pattern)
             if (earlier := names.setdefault(id(module), path)) != path:
                 raise LayerError(
                     f"{earlier!r} and {path!r} are one layer under two names, so that its calls "
@@ -162,7 +162,7 @@ def _child_at(module: nn.Module, step: str) -> str:
     # Not named_children(), which leaves out a module that it has met before.
     names = [name for name, child in module._modules.items() if child is not None]
     index = _INDEX.fullmatch(step)
-    position = int(index[1]) if index else len(names)
+    position = int(index[1]) if index else len(names)  # out of range: `[x]` is no index
     return names[position] if -len(names) <= position < len(names) else ""
 
 
