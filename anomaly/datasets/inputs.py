@@ -219,8 +219,7 @@ def _samples(
 ) -> list[tuple[str, Sample]]:
     """(split or empty, sample) for each (line, row) of a list, whose paths lead from `folder`.
 
-    Raises:
-        DataError: a row is mistaken, or some rows have a label and some haven't.
+    Mistaken rows are refused, and lists of which only some rows have a label.
     """
     samples: dict[str, tuple[int, str, Sample]] = {}  # line, split and sample by the image's name
     unlabelled = []
@@ -275,11 +274,7 @@ def _bytes_of(file: Path, name: str) -> bytes:
 
 
 def _listed(file: Path, groups: dict[str, str]) -> list[Path]:
-    """Images that a list names; their parts are added to `groups`, by the images' paths.
-
-    Raises:
-        DataError: the list can't be read, or gives an image no part or two.
-    """
+    """Images that a list names; their parts are added to `groups`, by the images' paths."""
     name = f"--input {file}"
     data = _bytes_of(file, name)
     lines = _lines_of(data)

@@ -80,11 +80,7 @@ def open_dataset(layout: str, root: str | Path | None, category: str | None = No
 
 
 def folders_in(folder: Path) -> list[str]:
-    """Names of a folder's subfolders, sorted; none where there is no such folder.
-
-    Raises:
-        DataError: it can't be listed.
-    """
+    """Names of a folder's subfolders, sorted; none where there is no such folder."""
     return [entry.name for entry in files_in(folder) if entry.is_dir()]
 
 
@@ -131,7 +127,7 @@ def labels_in(folder: Path, *, published: bool = False) -> dict[Path, Label]:
 
 
 def _label_within(inner: Path, published: bool) -> Label:
-    """Label of the images right in a folder, relative to the data set's; see `labels_in`."""
+    """Label of the images right in a folder; see `labels_in`."""
     split = _split_within(inner)
     # The folder of a split, such as `test`, has no label.
     names = [(name, label_of(name)) for name in inner.parts[1 if split else 0 :]]
@@ -322,6 +318,7 @@ def _recognise_by_names(
     A person is asked for other folders' labels; without an answer they are refused.
     """
     unclear = [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]
+    # In MVTec AD's layout, unclear names in `test` are kinds of defects.
     published = {*labels_in(place, published=True).values()} if unclear else set()
     if unclear and _is_whole(place) and published <= {*CLEAR, Label.ASIDE}:
         return Recognised("mvtec", place, "good images in train, kinds of defects in test")

@@ -209,6 +209,7 @@ def check_names(images: Sequence[Path], folder: Path, wanted: Label) -> None:
     labels = {f: label_of(f.name) for f in folders}
     if "other" in _kinds(top.name) or labels.get(top) not in {*CLEAR, Label.ASIDE}:
         labels[top] = Label.PLACE  # a product's name, `hole plate`, says nothing of its parts
+    # Named as good, or inside such a folder.
     good = {f for f in folders if Label.GOOD in {labels.get(g) for g in (f, *f.parents)}}
     contrary = {f for f in folders if labels[f] in _CONTRARY[wanted]}
     if wanted is Label.GOOD and good:
@@ -256,6 +257,7 @@ def check_annotations(good: Sequence[Path], folder: Path) -> None:
     by_folder: dict[Path, dict[str, set[Path]]] = {}
     for image in map(absolute, good):
         by_folder.setdefault(image.parent, {}).setdefault(folded(image.stem), set()).add(image)
+    # Each folder is listed, and each text read, once.
     listed, mentions = cache(files_in), cache(_mentions)
     named: dict[Path, set[Path]] = defaultdict(set)
     for place, images in by_folder.items():
@@ -285,6 +287,7 @@ def _texts_around(
     while _is_of_images(top) or _is_of_images(top.parent):
         top = top.parent
     for around in (p for p in (place, *place.parents) if p.is_relative_to(top)):
+        # Folders around the data set may be closed to its user.
         entries = listed(around) if os.access(around, os.R_OK) else []
         annotations = [entry for entry in entries if _ANNOTATIONS.fullmatch(entry.stem)]
         texts = entries if around.is_relative_to(folder) else annotations
@@ -294,7 +297,7 @@ def _texts_around(
 
 
 def _is_of_images(folder: Path) -> bool:
-    """True if a folder is named like images (`JPEGImages`) or like a split (`train`)."""
+    """True if a folder is named like images (`JPEGImages`) or a split."""
     return bool(_IMAGES.fullmatch(folder.name) or split_of(folder.name))
 
 

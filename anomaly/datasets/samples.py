@@ -176,7 +176,7 @@ def ground_truth(sample: Sample, size: tuple[int, int]) -> NDArray[np.bool_]:
     return marked
 
 
-def maybe_turned(sample: Sample, image: Image) -> str:
+def turned_mask_warning(sample: Sample, image: Image) -> str:
     """A warning that a mask may not be turned as its image is; empty where there is no doubt.
 
     The mask, if there is one, has passed `ground_truth`.
@@ -230,7 +230,7 @@ def set_apart(good: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 
 def in_splits(where: Path, samples: Sequence[tuple[str, Sample]], hint: str) -> Dataset:
-    """A data set of samples, each with the name of its split, which may be empty.
+    """A data set of samples with the names of their splits, which may be empty.
 
     Of those without a split, `set_apart` draws the good ones, and defects test.
 
@@ -322,11 +322,11 @@ def _masked_by(stem: str) -> str:
 
 
 def _lossless(file: Path) -> bool:
-    """True if a file's suffix is that of an image without losses, as masks need."""
+    """True for the suffix of an image format without losses, as masks need."""
     return is_image(file) and file.suffix.lower() not in JPEG.suffixes
 
 
-def strays(masks: Sequence[Path]) -> str:
+def stray_masks_warning(masks: Sequence[Path]) -> str:
     """A warning of masks that belong to no image; empty without any."""
     if not masks:
         return ""
@@ -380,7 +380,7 @@ def frames(looks: Mapping[int, Look]) -> dict[int, int]:
     return dict(zip(images.tolist(), shown.tolist(), strict=True))
 
 
-def near_copies(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str:
+def near_copies_warning(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str:
     """A warning that counts near copies among training images; empty without any.
 
     Samples and looks have the same numbers. Exact copies aren't counted.

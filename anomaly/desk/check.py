@@ -22,11 +22,11 @@ from anomaly.datasets.samples import (
     contradiction,
     frames,
     ground_truth,
-    maybe_turned,
-    near_copies,
+    near_copies_warning,
     none_usable,
-    strays,
+    stray_masks_warning,
     too_few_different,
+    turned_mask_warning,
 )
 from anomaly.errors import DataError, ImageError, first_of
 from anomaly.imaging.alignment import grey_picture, learn
@@ -219,7 +219,7 @@ def check(
     frame_of = frames(looks)
     faults = [
         *(fault for image in images for fault in image.faults),
-        *(Fault("mask_unused", strays([mask])) for mask in dataset.unused_masks),
+        *(Fault("mask_unused", stray_masks_warning([mask])) for mask in dataset.unused_masks),
         *_missing_masks(images),
         *_repeated(images),
         *_nearly_repeated(images, looks, frame_of),
@@ -285,7 +285,7 @@ def _mask_faults(sample: Sample, image: Image) -> Iterator[Fault]:
     if sample.is_defect and not marked:
         detail = f"{sample.mask_path} marks no defect, but {sample.path} is labelled as a defect"
         yield Fault("mask_empty", detail)
-    if doubt := maybe_turned(sample, image):
+    if doubt := turned_mask_warning(sample, image):
         yield Fault("mask_maybe_turned", doubt)
 
 
@@ -332,7 +332,7 @@ def _nearly_repeated(
     """
     samples = {i: images[i].sample for i in looks}
     learned = {i: look for i, look in looks.items() if images[i].split == "train"}
-    if detail := near_copies(samples, learned):
+    if detail := near_copies_warning(samples, learned):
         yield Fault("near_copies", detail)
     pictures = {look.picture for look in learned.values()}
     in_training = {frame_of[i]: i for i in learned}

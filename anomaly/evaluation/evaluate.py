@@ -22,9 +22,9 @@ from anomaly.datasets.samples import (
     Sample,
     contradiction,
     ground_truth,
-    maybe_turned,
     samples_in,
-    strays,
+    stray_masks_warning,
+    turned_mask_warning,
 )
 from anomaly.errors import DataError, ImageError, some
 from anomaly.evaluation.metrics import (
@@ -147,7 +147,7 @@ def score_test_split(
             scored[result.index] = replace(Scored.of(sample, result), width=width)
             if mask is not None:
                 pixels.update(result.anomaly_map, mask)
-                if doubt := maybe_turned(sample, result.image):
+                if doubt := turned_mask_warning(sample, result.image):
                     log.warning("%s", doubt)
             visit(result, mask)
         progress(len(scored), len(samples))
@@ -176,14 +176,14 @@ def _evaluation(model: Model, rows: tuple[Scored, ...], pixel_metrics: Metrics) 
     scores, labels = [score for score, _ in usable], [s.is_defect for _, s in usable]
     chosen_with = threshold_images(model)
     return Evaluation(
-        model.config.name,
-        rows,
-        image_metrics(scores, labels) | pixel_metrics,
-        image_intervals(scores, labels),
-        metrics_by_type(scores, labels, [s.defect_type for _, s in usable]),
-        model.thresholds,
-        sum(row.sha256 in chosen_with for row in rows),
-        sum(model.config.has_chosen(row.sha256) for row in rows),
+        name=model.config.name,
+        scored=rows,
+        metrics=image_metrics(scores, labels) | pixel_metrics,
+        intervals=image_intervals(scores, labels),
+        by_type=metrics_by_type(scores, labels, [s.defect_type for _, s in usable]),
+        thresholds=model.thresholds,
+        n_threshold_images=sum(row.sha256 in chosen_with for row in rows),
+        n_settings_images=sum(model.config.has_chosen(row.sha256) for row in rows),
     )
 
 
@@ -252,7 +252,7 @@ def images_to_test(
 
 def tested_split(dataset: Dataset) -> Sequence[Sample]:
     """The test split; a warning names masks that belong to no image."""
-    if unused := strays(dataset.unused_masks):
+    if unused := stray_masks_warning(dataset.unused_masks):
         log.warning("%s", unused)
     return dataset.test
 

@@ -243,6 +243,7 @@ def exported_stages(
     """
     graph = Graph(folder / export["network"]["file"], export["engine"], get_threads())
     layouts = manifest["backbone"]["layouts"]
+    # A transformer's layers are tokens; their stride is the side of its patches.
     patch = next((each["stride"] for each in layouts if each["axes"] == "tokens"), None)
     return {
         "extractor": ExportedNetwork(graph, tuple(each["stride"] for each in layouts), patch),

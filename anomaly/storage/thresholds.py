@@ -114,9 +114,6 @@ def models_scoring_alike(folder: Path) -> frozenset[str]:
     """Ids of a folder's earlier models that score each image as its present one does.
 
     These are the models since the last update, because only an update changes scores.
-
-    Raises:
-        ModelError: the history can't be read.
     """
     entries = _since_update(read_history(folder))
     return frozenset({str(entry.get("model_before", "")) for entry in entries} - {""})

@@ -21,7 +21,7 @@ from anomaly.backbones.extractor import choose_precision, network_input
 from anomaly.backbones.networks import backbone_of
 from anomaly.calibration.thresholds import GoodScores, thresholds_from
 from anomaly.config.schema import Config
-from anomaly.datasets.samples import Sample, contradiction, near_copies, too_few_different
+from anomaly.datasets.samples import Sample, contradiction, near_copies_warning, too_few_different
 from anomaly.errors import ConfigError, DataError
 from anomaly.imaging.alignment import Reference, grey_picture, learn
 from anomaly.imaging.geometry import patch_mask, patch_size
@@ -376,7 +376,7 @@ def _warn_of_copies(features: CachedFeatures, samples: Sequence[Sample]) -> None
             different,
         )
     looks = {i: facts.look for i, facts in features.facts.items()}
-    if near := near_copies(dict(enumerate(samples)), looks):
+    if near := near_copies_warning(dict(enumerate(samples)), looks):
         log.warning("%s", near)
 
 
