@@ -51,8 +51,7 @@ def _explain(options: argparse.Namespace) -> int:
         print(f"{facts['verdict']}, score {facts['image_score']:.4g}{reason}")
     print(f"{', '.join(facts['pictures'])} and explanation.json in {output}")
     if why.missing:
-        missing = some(why.missing)
-        log.info(f"not found or changed: {missing}; name their folder with --good")
+        log.info(f"not found or changed: {some(why.missing)}; name their folder with --good")
     print(f"Look at {output / PAGE}")
     if options.keep:
         _keep(options.model, options.image, facts["verdict"])

@@ -107,7 +107,8 @@ def _report(summary: dict[str, Any], output: Path, model: Model, reported: Conta
 
 def _report_patch_size(summary: dict[str, Any]) -> None:
     """Print the size of one patch in original pixels, and in mm where the scale is known."""
-    (height, width), mm = summary["patch_size"]["pixels"] or (0.0, 0.0), summary["patch_size"]["mm"]
+    height, width = summary["patch_size"]["pixels"] or (0.0, 0.0)
+    mm = summary["patch_size"]["mm"]
     real = f", {mm[0]:.3g} × {mm[1]:.3g} mm" if mm else ""
     log.info(
         f"one patch covers {height:.0f} × {width:.0f} original pixels{real} (height × width): "

@@ -81,7 +81,7 @@ def served_names(folders: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _token(options: argparse.Namespace) -> str:
-    """The token that clients have to send; empty for none."""
+    """The token that clients have to send; empty for none, on a loopback host alone."""
     token, origin = os.environ.get("ANOMALY_TOKEN", "").strip(), "$ANOMALY_TOKEN"
     if (file := options.token_file) is not None:
         try:
@@ -131,7 +131,7 @@ def run_deploy(options: argparse.Namespace) -> int:
     if options.back == (options.model is not None):
         raise AnomalyError("give either --model, the new version, or --back")
     line = options.to / "model"
-    folder = earlier(options.to) / "model" if options.back else find_model(options.model)
+    folder = previous_version(options.to) / "model" if options.back else find_model(options.model)
     if same_model(line, folder):
         print(f"{options.to} holds this model already; nothing was changed")
         return 0
@@ -196,7 +196,7 @@ def deploy(new: Path, run: Path, kind: str = _EARLIER) -> None:
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def earlier(run: Path) -> Path:
+def previous_version(run: Path) -> Path:
     """The folder of the run's previous version.
 
     Raises:
@@ -215,7 +215,7 @@ def back(run: Path) -> None:
         OutputError: the run has no earlier version, or can't be written.
     """
     with _changing(run):
-        before = earlier(run)
+        before = previous_version(run)
         deploy(before / "model", run, _WITHDRAWN)
         shutil.rmtree(before)
 

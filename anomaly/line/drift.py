@@ -53,7 +53,7 @@ class Level:
     Attributes:
         value: the score.
         promised: largest share of parts above the level that is no news.
-        limit: the cumulative sum that raises the alarm.
+        limit: the cumulative sum of independent parts that raises the alarm.
     """
 
     name: str
@@ -241,7 +241,7 @@ class Drift:
         return lines
 
     def flagged(self, review: Threshold) -> Comparison:
-        """The share of flagged parts against the promise; `as promised` for an unwatched threshold.
+        """Compare the flagged share with the promise; `as promised` for an unwatched threshold.
 
         Parts that resemble each other count as fewer, independent ones.
         """

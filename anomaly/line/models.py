@@ -220,10 +220,10 @@ class ModelSlot:
                 raise AnomalyError(f"{_MOST_WAITING} parts are waiting for {self.name}; try again")
             part = _Part(next(self._numbers), data, name, wanted, self.version)
             self._parts[part.index] = part
-        self._begin()
+        self._begin_decoding()
         return part.done
 
-    def _begin(self) -> None:
+    def _begin_decoding(self) -> None:
         with self._lock:
             # Images in tiles stay in memory whole until they are scored, so only a few at a time.
             for place, part in enumerate(self._parts.values()):
@@ -234,7 +234,6 @@ class ModelSlot:
                     part.decoding.add_done_callback(partial(self._on_decoded, part))
 
     def _on_decoded(self, part: _Part, future: Future[NetworkInput | UnusableImage]) -> None:
-        """Hand a decoded part to the model's thread."""
         if not future.cancelled():  # by `refuse_waiting`
             self._decoded.put(part)
 
@@ -308,7 +307,7 @@ class ModelSlot:
         """Answer a part that was recorded, or couldn't be; called in the record's thread."""
         with self._lock:
             del self._parts[part.index]
-        self._begin()
+        self._begin_decoding()
         if (error := number.exception()) is not None:
             reason = f"the part isn't recorded, so it has no verdict ({why(error)}); send it again"
             part.done.set_exception(OutputError(reason))

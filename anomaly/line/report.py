@@ -259,7 +259,7 @@ def _cost(counts: Mapping[str, Sequence[Any]], prices: Mapping[str, str]) -> str
 def _drifts(
     db: sqlite3.Connection, promises: _Promises, period: Period
 ) -> Iterator[tuple[str, Drift]]:
-    """The drift of each model's scores by its latest thresholds, with the version's id."""
+    """The id of each model's latest version, and the drift of its scores in the period."""
     replaced = {i for own, promise in promises.items() for i in promise.same_scores if i != own}
     times = f"time >= '{in_utc(period.begin)}' AND time < '{in_utc(period.end)}'"
     in_period = f"id IN (SELECT id FROM parts WHERE {times})"  # by the index of times

@@ -247,7 +247,6 @@ class Guard:
 
 
 def _busy(reason: str) -> HTTPException:
-    """Status 503 for what another moment may allow."""
     return HTTPException(503, f"{reason}; try again in 1 s", {"Retry-After": "1"})
 
 

@@ -151,7 +151,7 @@ class Mqtt(Sink):
             raise AnomalyError("--mqtt needs paho-mqtt: pip install 'anomaly[mqtt]'")
 
     def send(self, message: bytes, key: str) -> None:
-        """Publish the row, which identifies itself; see `Sink.send`."""
+        """Publish the row, without the key: it holds its own `id`. See `Sink.send`."""
         from paho.mqtt.client import Client
         from paho.mqtt.enums import CallbackAPIVersion
 
