@@ -68,7 +68,7 @@ def rate_of(
 def rate_above(
     scores: ArrayLike, limit: float, groups: int | None = None, *, chosen: bool = False
 ) -> Rate:
-    """The share of image scores (n,) above a limit, with 95 % bounds; 0 of no scores.
+    """The share of image scores above a limit, with 95 % bounds; 0 without scores.
 
     Args:
         scores: image scores (n,).
@@ -83,7 +83,7 @@ def rate_above(
 
 
 def rate_anywhere(count: int, images: int, expected: float, groups: int | None = None) -> Rate:
-    """As `rate_of`, with 95 % bounds that hold at all thresholds at once.
+    """The rate of `rate_of`, with 95 % bounds that hold at all thresholds at once.
 
     So they hold for any threshold, even one set by a person who has seen the scores. They are
     Clopper–Pearson bounds at a level so strict that, with 95 % confidence, the count above no
@@ -263,7 +263,7 @@ def placed(value: float, scores: Floats) -> float:
 
     Gaps may begin up to `REACH` above the highest score that `value` doesn't flag. The lowest gap
     of at least `GAP` is taken, else the widest. The threshold lies `ROOM` above the gap's lower
-    end, at most in its middle, so it flags as many scores as `value` does, or a few less. Outside
+    end, at most in its middle, so it flags as many scores as `value` does, or some fewer. Outside
     the scores it lies `OUTSIDE` away from the nearest. All four are shares of a score's magnitude.
 
     Args:

@@ -81,7 +81,7 @@ class Threshold:
 
     @property
     def statement(self) -> str:
-        """The expected false-reject rate and its bound, in words."""
+        """The expected false-reject rate, its bound, and what an unsupported target needs."""
         rate = self.false_rejects
         statement = (
             f"flags about {percent(rate.expected)} of good parts, at most "
@@ -131,8 +131,8 @@ def threshold_for_expected_rate(
     """The lowest threshold that flags at most `target` of good parts on average.
 
     The mean is over sets of as many images; this set's own rate isn't guaranteed, and the bounds
-    say how far off it may be. Place, arguments and errors are those of
-    `threshold_for_false_reject_rate`, but groups count in the bounds only.
+    say how far off it may be. It lies in a gap, takes the same arguments and raises the same errors
+    as `threshold_for_false_reject_rate`, but groups count in the bounds only.
     """
     good = _checked(scores, target)
     fitting = math.floor(target * (len(good) + 1) * (1 + _SLACK))
@@ -419,7 +419,6 @@ class Thresholds:
 
     @cached_property
     def _scale(self) -> ScoreScale:
-        """Rarity of scores among the good images."""
         return ScoreScale(self.good.image)
 
 

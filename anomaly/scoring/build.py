@@ -55,10 +55,10 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     Raises:
         ConfigError: the network doesn't take them; the message names a size that it takes.
     """
-    # A crop decides the size of the network's input, else `resize`, else `area`.
     from anomaly.backbones.layers import probes, takes_size
 
     image, patch, network = config.image, extractor.patch, extractor.network
+    # A crop decides the size of the network's input, else `resize`, else `area`.
     key = next((key for key in ("crop", "resize") if getattr(image, key)), "area")
     side: int = getattr(image, key)
     height = width = side
@@ -87,9 +87,8 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
 
 def fitter_of(config: Config) -> Fitter[Any]:
     """The fitter of the config's method, with the method's settings."""
-    fitter: Fitter[Any] = import_module(METHODS[config.model.kind].module).fitter(
-        config.model.model_dump(), seed=config.seed
-    )
+    module = import_module(METHODS[config.model.kind].module)
+    fitter: Fitter[Any] = module.fitter(config.model.model_dump(), seed=config.seed)
     return fitter
 
 
@@ -185,10 +184,10 @@ def loading_of(
         aspect: H/W that images must have; None for any.
         reference: reference image that parts are aligned with; None for `image.align: none`.
     """
-    multiple, patch = max(*extractor.strides, _LEAST_MULTIPLE), extractor.patch
+    image, patch = config.image, extractor.patch
+    multiple = max(*extractor.strides, _LEAST_MULTIPLE)
     if patch and multiple % patch:  # a transformer with patches of 14 pixels
         multiple = patch
-    image = config.image
     sizing = Sizing(
         image.resize, image.crop, image.area, multiple, aspect, image.tile, image.overlap
     )

@@ -49,6 +49,7 @@ class ImageStatistics:
     brightest: float
 
     def __add__(self, tile: ImageStatistics) -> ImageStatistics:
+        # All fields are sums but the two extremes.
         names = [field.name for field in fields(self)]
         total = {name: getattr(self, name) + getattr(tile, name) for name in names}
         total["darkest"] = min(self.darkest, tile.darkest)
@@ -100,6 +101,7 @@ def statistics_of(
         masks = list(as_numpy(inside))
     flat = embeddings.reshape(len(embeddings), -1, embeddings.shape[3])
     sums = as_numpy(flat.sum(1)).astype(np.float64)
+    # Squared norms, because no tensor of squares is made for a norm.
     norms = module_of(flat).linalg.norm(flat.reshape(len(flat), -1), None, 1)
     squares = np.square(as_numpy(norms).astype(np.float64)).tolist()
     patches = [flat.shape[1] if mask is None else int(mask.sum()) for mask in masks]
@@ -205,7 +207,7 @@ class TrainingStatistics:
         values = dict(zip(_LEAST_FACTOR, figures.T.tolist(), strict=True))
         rows = np.stack([image.mean_embedding() for image in statistics])
         mean = rows.sum(axis=0) / len(rows)
-        model = cls(
+        unthinned = cls(
             seen={name: (min(v), max(v)) for name, v in values.items()},
             mean=mean,
             variance=np.square(rows - mean).sum(axis=0) / max(len(rows) - 1, 1),
@@ -214,7 +216,7 @@ class TrainingStatistics:
             farthest=rows,
             images=len(rows),
         )
-        return model._thinned()
+        return unthinned._thinned()
 
     @property
     def is_reliable(self) -> bool:
@@ -234,7 +236,7 @@ class TrainingStatistics:
             name: (min(low, further.seen[name][0]), max(high, further.seen[name][1]))
             for name, (low, high) in self.seen.items()
         }
-        model = TrainingStatistics(
+        unthinned = TrainingStatistics(
             seen=seen,
             mean=(self.mean * first + further.mean * second) / count,
             variance=squares / (count - 1),
@@ -242,7 +244,7 @@ class TrainingStatistics:
             farthest=np.concatenate([self.farthest, further.farthest]),
             images=count,
         )
-        return model._thinned()
+        return unthinned._thinned()
 
     def _thinned(self) -> TrainingStatistics:
         """A copy with at most 16 rows of `farthest`, the farthest from the others first."""

@@ -174,8 +174,8 @@ class Prediction:
         limits = self.thresholds
         limit = float(np.nanmax(self.patch_scores)) if limits is None else limits.pixel
         review = None if limits is None else limits.review_pixel
-        rejected, shown = self.verdict == "reject", self.source_map.held()
-        return heatmap(self._decoded(), shown, limit, review, rejected=rejected)
+        rejected = self.verdict == "reject"
+        return heatmap(self._decoded(), self.source_map.held(), limit, review, rejected=rejected)
 
     def _repr_png_(self) -> bytes | None:
         """The heatmap as PNG for notebooks, of 600,000 pixels at most; None without the file."""
@@ -437,7 +437,6 @@ class Model(ImageStages):
             return [_Scores(*row) for row in zip(*columns, strict=True)]
 
     def _prediction(self, item: NetworkInput, scored: _Scores) -> Prediction:
-        """The prediction of a whole image from its scores."""
         return Prediction(
             index=item.index,
             path=item.path,
@@ -458,6 +457,7 @@ class Model(ImageStages):
     def review_reason(self, view: View, statistics: ImageStatistics) -> str:
         """Reason for review of a whole image whatever its score; empty without one."""
         pose, learned = view.pose, self.training_statistics
+        # Without a pose, parts weren't aligned, and the region can't have moved.
         reasons = ["" if pose is None else pose.reason or self.uninspected(view)]
         if statistics.blank or learned is None:
             reasons.append(statistics.blank)
@@ -531,10 +531,11 @@ class Model(ImageStages):
         top: int | None,
     ) -> Array:
         """Image scores (B,) by the model's formula, from the patches that count."""
-        model, size, xp = self.config.model, pieces[0][0].size, module_of(embeddings)
+        model, xp = self.config.model, module_of(embeddings)
+        size = pieces[0][0].size  # one for all images of a batch
 
         def counted(fill: float) -> Array:
-            """Patch scores, with a value of choice where they don't count."""
+            """Patch scores, with the value `fill` where they don't count."""
             return patches.scores if inside is None else xp.where(inside, patches.scores, fill)
 
         if model.smallest_defect:
@@ -563,15 +564,13 @@ def score(
     done, number of images).
     """
     scored: dict[int, Scored] = {}
-    sources = [sample.source for sample in samples]
-    for result in model.results(sources):
+    for result in model.results([sample.source for sample in samples]):
         scored[result.index] = Scored.of(samples[result.index], result, peak=peaks)
         progress(len(scored), len(samples))
     return [scored[i] for i in range(len(samples))]
 
 
 def _usable(result: Prediction | UnusableImage) -> Prediction:
-    """The prediction; an unusable image raises `ImageError`."""
     if isinstance(result, UnusableImage):
         raise ImageError(result.reason, result.status)
     return result
@@ -669,7 +668,7 @@ def image_scores(scores: Array, maps: Array, formula: str, top: int | None = Non
 def _top_means(values: Array, top: int | None) -> Array:
     """Means (B,) of the highest 1 % of values (B, n), rounded, at least one; -inf doesn't count.
 
-    Or of the highest `top` values, if given.
+    With `top`, of the highest `top` values instead.
     """
     if top is not None:
         return _highest(values, top).mean(1)
@@ -681,7 +680,9 @@ def _top_means(values: Array, top: int | None) -> Array:
 
 
 def levels_of_areas(maps: Array, areas: Sequence[int]) -> Array:
-    """The highest level (B,) of each map at which a region still has an area; -inf without pixels.
+    """The highest level (B,) of each map with a region of at least its area.
+
+    It is -inf where no pixel counts.
 
     Args:
         maps: (B, H, W); NaN doesn't count.
@@ -696,7 +697,7 @@ def levels_of_areas(maps: Array, areas: Sequence[int]) -> Array:
 
 
 def place_of_level(values: NDArray[np.float32], area: int) -> int:
-    """The flat index of a pixel at the highest level at which a region has an area.
+    """The flat index of a pixel at the highest level with a region of at least an area.
 
     The pixels at or above a level form 8-connected regions. The larger the area, the lower the
     highest level with such a region; for an area of 1 it is the map's highest value. It is the

@@ -149,7 +149,8 @@ class MemoryBank(Scorer):
         """
         if scores.nearest is None:
             raise ValueError("scores name no bank vectors; give the result of the bank's score()")
-        xp, count = module_of(embeddings), len(embeddings)
+        xp = module_of(embeddings)
+        count = len(embeddings)
         flat = scores.scores.reshape(count, -1)
         highest_at = list(range(count)), flat.argmax(1)
         highest = flat[highest_at]
@@ -199,9 +200,9 @@ class MemoryBank(Scorer):
         return spaced
 
     def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Distances (N, K) from patches (N, D) to bank vectors, and origins (N, K, 3) of these.
+        """Distances (N, K) and origins (N, K, 3) of the bank vectors nearest to patches (N, D).
 
-        The K = `count` nearest vectors of each patch, the nearest first; at most M.
+        K is `count`, at most M; the nearest come first.
         """
         distances, nearest = self.neighbours(patches, count)
         return distances, self.origins[nearest]

@@ -59,7 +59,7 @@ _CELLS = {"cpu": 256, "cuda": 1}
 # Centres, at least, for each of the cells. They don't depend on how many points come at once: each
 # point's distances, rounding included, are those that it has among any others.
 _CELL_CENTRES = 16
-# Points of one product, at least: those of fewer round otherwise.
+# Points of one product, at least: a product of fewer rounds differently.
 _LEAST = 16
 # Points, and centres, of one product, at most.
 _ROWS, _COLUMNS = {"cpu": 1024, "cuda": 65536}, {"cpu": 1024, "cuda": 2048}
@@ -123,7 +123,7 @@ def greedy_k_center(
             new, farthest = _pick_from_pool(points, nearest, size)
         else:
             first = torch.randint(n, (1,), generator=generator, device=generator.device)
-            new, farthest = first.to(points.device), first[:0]
+            new, farthest = first.to(points.device), first[:0]  # none known yet
         picks = new
         while len(picks) < size:
             nearest.add_centres(new)
@@ -371,7 +371,7 @@ def placed(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tenso
 
 
 def in_chunks(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """`placed` with several images together: at least 131,072 points, fewer at the end."""
+    """Points and places as from `placed`, joined to at least 131,072 points; fewer at the end."""
     held: list[tuple[Tensor, Tensor]] = []
     for piece in placed(pieces):
         held.append(piece)
@@ -383,7 +383,6 @@ def in_chunks(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Te
 
 
 def _joined(held: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Points (n, d) and places (n, 2) of several images."""
     points, places = zip(*held, strict=True)
     return torch.cat(points), torch.cat(places)
 
@@ -392,8 +391,8 @@ class _Reservoir:
     """Keeps the points with the highest priorities among all that are offered.
 
     Args:
-        memory_limit: bytes of points that are kept at most, if half of the room is large enough.
-        wanted: number of points that half of the room holds at least, whatever the limit.
+        memory_limit: bytes of points that are kept, unless `wanted` takes more.
+        wanted: number of points that half of the room holds at least.
 
     Attributes:
         count: points offered so far.

@@ -195,7 +195,6 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         return picks
 
     def _projection_of(self, bank: MemoryBank) -> Tensor:
-        """The projection (D, d) for a bank's vectors, on their device."""
         return self.selection_matrix(bank.dimensions).to(bank.vectors.device)
 
 
@@ -204,7 +203,7 @@ def _extended(bank: MemoryBank, patches: PatchSet, projection: Tensor) -> Memory
 
     Of the patches that are farther than the covering radius from their nearest vector, the
     farthest is added, until there are none, portion by portion. Parts like those it knows add next
-    to nothing. The projection (D, d) leads to the points that the bank was selected on.
+    to nothing. The projection (D, d) is that of the bank's selection.
 
     Raises:
         DataError: no patches, or some that hold NaN or infinite values.
@@ -269,7 +268,7 @@ class _Cover:
 
 
 def _is_drawn(places: Tensor, share: float) -> Tensor:
-    """True (n,) for a pseudo-random share of patches, by their places (n, 2).
+    """A mask (n,) of a pseudo-random share of patches, chosen by their places (n, 2).
 
     A generator's numbers would depend on how images are cut into parts, and a cluster cuts them
     differently from one machine.

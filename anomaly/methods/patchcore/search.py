@@ -138,7 +138,7 @@ class ExactIndex:
         return ExactIndex(bank, is_screened(bank), self._screen.axes if self._screen else None)
 
     def candidates(self, queries: Array, k: int) -> Array:
-        """Indices (Q, k) int64 of the k nearest of queries (Q, D); any for a query with NaN."""
+        """Indices (Q, k) int64 of the k vectors nearest to queries (Q, D); any for one with NaN."""
         values = as_numpy(queries) if self._device.type == "cpu" else queries.detach()
         finite = _squared_norms(values) <= _LARGEST
         values = module_of(values).where(finite[:, None], values, 0)
@@ -162,7 +162,7 @@ class ExactIndex:
         return module_of(queries).concatenate(indices)
 
     def _nearest(self, queries: Array, k: int, screen: Screen | None) -> Array:
-        """Indices (Q, k) of the k nearest of queries (Q, D); -1 where a screen excludes too few."""
+        """Indices (Q, k) of the nearest vectors of queries (Q, D); -1: a screen excludes too few."""
         xp, bank, centred = module_of(queries), self._bank, queries - self._mean
         moved: Array = 0.0  # length by which rounding moves vectors
         if screen is None:
@@ -229,7 +229,7 @@ class Screen:
     def bounds(self, centred: Floats) -> tuple[Floats, Floats]:
         """Half the squared distances (Q, M) of rounded vectors, from centred queries (Q, D).
 
-        And the lengths (Q,) by which rounding moves a query and a bank vector together.
+        Also the lengths (Q,) by which rounding moves a query and a bank vector together.
         """
         rows, moved = _rows(centred, self.axes, of_bank=False)
         return rows @ self.rows.T, moved + self.moved
@@ -299,7 +299,7 @@ class FaissIndex:
             self._index.add(vectors)
 
     def candidates(self, queries: Array, k: int) -> Array:
-        """Indices (Q, k) int64 of the k nearest of queries (Q, D); any for a query with NaN."""
+        """Indices (Q, k) int64 of the k vectors nearest to queries (Q, D); any for one with NaN."""
         self._faiss.omp_set_num_threads(get_threads())
         rows = np.ascontiguousarray(as_numpy(queries) - self._mean)
         if self._exact is not None:
