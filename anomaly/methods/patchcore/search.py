@@ -162,7 +162,7 @@ class ExactIndex:
         return module_of(queries).concatenate(indices)
 
     def _nearest(self, queries: Array, k: int, screen: Screen | None) -> Array:
-        """Indices (Q, k) of the nearest vectors of queries (Q, D); -1: a screen excludes too few."""
+        """Indices (Q, k) of vectors nearest to queries (Q, D); -1: a screen excludes too few."""
         xp, bank, centred = module_of(queries), self._bank, queries - self._mean
         moved: Array = 0.0  # length by which rounding moves vectors
         if screen is None:
