@@ -134,7 +134,7 @@ def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
             inputs = Inputs(paths, [f"{i}.png" for i in range(count)])
             outputs = Outputs(Path(folder) / str(count))
             outputs.folder.mkdir()
-            decoders = Decoders(model.loading, outputs.pictures(model))
+            decoders = Decoders(model.loading, outputs.picture_writer(model))
             with RunJournal(outputs, {}) as journal:
                 begun = time.perf_counter()
                 Run(model, outputs, journal, decoders).score(inputs)

@@ -101,7 +101,7 @@ def _score(
         if not options.resume:  # only now: until here a refusal leaves earlier results alone
             outputs.clear(model)
         thumbnails = Thumbnails(len(inputs.paths) if inputs else SHOWN)
-        decoders = Decoders(model.loading, outputs.pictures(model, thumbnails.pixels))
+        decoders = Decoders(model.loading, outputs.picture_writer(model, thumbnails.pixels))
 
         def scoring(record: Journal) -> Run:
             return Run(model, outputs, record, decoders, stop.has_come, thumbnails, predict)

@@ -86,14 +86,14 @@ class Pipeline:
     Attributes:
         model: the model that scores the images.
         decoders: decoding processes that the images come from.
-        draw: prediction -> the image's file or bytes, the kinds of pictures to draw, and their path
-            in the folders of pictures.
+        to_draw: prediction -> the image's file or bytes, the kinds of pictures to draw, and their
+            path in the folders of pictures.
         predict: function that scores batches; None for the model, in this process.
     """
 
     model: Model
     decoders: Decoders
-    draw: Callable[[Prediction], tuple[Path | bytes, Set[str], str]]
+    to_draw: Callable[[Prediction], tuple[Path | bytes, Set[str], str]]
     predict: Predict | None = None
 
     def run(
@@ -119,16 +119,16 @@ class Pipeline:
 
         drawn: list[Drawn] = []
         for result in (self.predict or self.model.predict_batches)(counted()):
-            drawn.append(Drawn(result, self._drawn(result)))
+            drawn.append(Drawn(result, self._drawing(result)))
             if len(drawn) == lengths[0]:
                 yield drawn
                 lengths.popleft()
                 drawn = []
 
-    def _drawn(self, result: Prediction | UnusableImage) -> Future[Pictures | UnusableImage]:
-        """Have the image's decoding process draw its pictures; an unusable image gets none."""
+    def _drawing(self, result: Prediction | UnusableImage) -> Future[Pictures | UnusableImage]:
+        """The pictures that the image's decoding process now draws; none of an unusable image."""
         if isinstance(result, Prediction):
-            source, kinds, name = self.draw(result)
+            source, kinds, name = self.to_draw(result)
             return self.decoders.finish(
                 result.index, source, result.source_map, kinds, name, result.verdict
             )
@@ -224,7 +224,7 @@ class Journal:
         raise NotImplementedError
 
     def restore(self, line: dict[str, Any]) -> None:
-        """Restore finished images from a line of an earlier run; here nothing."""
+        """Restore finished images from a line of an earlier run."""
 
     def _read(self, lines: Iterator[bytes]) -> None:
         """Restore finished images from the whole lines of an earlier run's journal.
@@ -274,7 +274,7 @@ class RunJournal(Journal):
         self.done |= {image.index: image for image in batch}
 
     def restore(self, line: dict[str, Any]) -> None:
-        """Restore a batch from a line of an earlier run."""
+        """Restore a batch from its line."""
         for image in line["images"]:
             regions = tuple(RegionRow(**region) for region in image["regions"])
             self.done[image["index"]] = Finished(image["index"], Row(**image["row"]), regions)
@@ -400,14 +400,14 @@ class Run:
             OutputError: results can't be written.
         """
 
-        def draw(prediction: Prediction) -> tuple[Path, Set[str], str]:
+        def to_draw(prediction: Prediction) -> tuple[Path, Set[str], str]:
             i = prediction.index
             return inputs.paths[i], self.outputs.pictures_of(prediction.verdict), inputs.pictures[i]
 
         done = self.record.done
         total = sum(index not in done for index in range(len(inputs.paths)))
         loaded = self.decoders.load_all(inputs.begin(done), self.stopped)
-        pipeline = Pipeline(self.model, self.decoders, draw, self.predict)
+        pipeline = Pipeline(self.model, self.decoders, to_draw, self.predict)
         scored = 0
         behind: deque[list[Drawn]] = deque()  # scored batches that aren't in the record yet
         try:
@@ -449,7 +449,7 @@ class Run:
         self.record.add([self._finished(drawn, inputs) for drawn in batch])
 
     def _finished(self, drawn: Drawn, inputs: Inputs) -> Finished:
-        """The rows of an image; waits until its pictures are written or refused."""
+        """The rows of an image, once its pictures are written or refused."""
         result, pictures = drawn.result, drawn.pictures.result()
         i = result.index
         path = str(inputs.paths[i])
@@ -597,7 +597,7 @@ class WatchJournal(Journal):
             table.close()
 
     def add(self, batch: Sequence[Finished]) -> None:
-        """Write rows and regions of a batch, whose files are in `arrived`, into the tables."""
+        """Write rows and regions of a batch, from `arrived`, into the tables."""
         lines = _table_lines(batch)
         # Rows first, then the line that makes them final: a crash in between loses no file.
         for name, table in self._tables.items():

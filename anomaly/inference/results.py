@@ -385,8 +385,8 @@ class Outputs:
         return complete
 
     def clear(self, model: Model) -> None:
-        """Delete an earlier run's files, unless `pictures` raises OutputError."""
-        self.pictures(model)  # a refused run mustn't cost the earlier results
+        """Delete an earlier run's files, unless `picture_writer` raises."""
+        self.picture_writer(model)  # a refused run mustn't cost the earlier results
         clear(self.folder, INFER)
 
     def about(self, model: Model, inputs: Mapping[str, object]) -> dict[str, object]:
@@ -394,8 +394,8 @@ class Outputs:
         outputs = sorted(self.kinds - {"page"})  # no row depends on the page
         return {**inputs, **about_model(model), "set of outputs": outputs}
 
-    def pictures(self, model: Model, small: int = 0) -> PictureWriter:
-        """The writer of the run's pictures; a small heatmap has at most `small` pixels.
+    def picture_writer(self, model: Model, small: int = 0) -> PictureWriter:
+        """The run's writer of pictures; a small heatmap has at most `small` pixels.
 
         Raises:
             OutputError: the model has no thresholds, which some pictures need.
