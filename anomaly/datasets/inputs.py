@@ -35,7 +35,7 @@ _OURS = (".png", ".tiff")  # suffixes of the pictures that `infer` writes
 
 @dataclass(frozen=True)
 class Images:
-    """The images that are to be scored.
+    """Images to score.
 
     Attributes:
         paths: the image files, each once, sorted.
@@ -55,7 +55,7 @@ class Images:
 
 
 def is_list(given: Path) -> bool:
-    """True if an input is a list of images: a text or CSV file, or `-` for standard input."""
+    """True if an input is a list: a text or CSV file, or `-` for standard input."""
     return str(given) == "-" or given.suffix.lower() in (".txt", ".csv", ".tsv")
 
 

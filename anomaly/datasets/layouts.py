@@ -131,6 +131,7 @@ def _label_within(inner: Path, published: bool) -> Label:
     split = _split_within(inner)
     # The folder of a split, such as `test`, has no label.
     names = [(name, label_of(name)) for name in inner.parts[1 if split else 0 :]]
+    # Masks or previews; an inner folder may be named like a split, too.
     if any(label is Label.ASIDE and not split_of(name) for name, label in names):
         return Label.ASIDE
     if published and not (split and names):
@@ -200,7 +201,7 @@ def _of_good(mask: Path, folder: Path) -> bool:
 
 
 def _masks_in(inner: Path) -> list[Path]:
-    """The topmost folder of masks on the way to a folder, or that folder itself; or none."""
+    """The topmost folder of masks among a folder and those around it; or none."""
     return [p for p in (*reversed(inner.parents), inner) if says_masks(p.name)][:1]
 
 
@@ -259,8 +260,8 @@ def recognise(
         ask: shows a question and returns a person's answer, or raises EOFError; None for nobody.
 
     Raises:
-        DataError: the place doesn't exist, holds several data sets or no images, or its folders'
-            names don't tell which images are good.
+        DataError: the place doesn't exist, is a part of a data set, holds several or no images, or
+            its folders' names don't tell which images are good.
         AnomalyError: the place's `~` is nobody's home folder.
     """
     place = absolute(at_home(place))

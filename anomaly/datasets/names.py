@@ -281,7 +281,7 @@ def _texts_around(
     """Text files in a folder of images, in those around it, and in folders of annotations there.
 
     Outside of the data set's folder only annotations count, and only where it is named like images
-    or a split, as `images/train` has `labels/train`. `listed` is `files_in` with a memory.
+    or a split, as `images/train` has `labels/train`. `listed` is a cached `files_in`.
     """
     top = folder
     while _is_of_images(top) or _is_of_images(top.parent):

@@ -66,7 +66,7 @@ class Sample:
 
     @property
     def sha256(self) -> str:
-        """Hash of the file or of the pixels in memory; empty where the file can't be read."""
+        """Hash of the file or of the pixels in memory; empty for an unreadable file."""
         with suppress(OSError):
             return self.image.sha256 if self.image else sha256_of(self.path)
         return ""
@@ -121,7 +121,7 @@ class MaskError(DataError):
     """A mask contradicts its image.
 
     Args:
-        message: a sentence that names the mask, its fault and the remedy.
+        message: the mask, its fault and the remedy.
         kind: `mask_size`, `mask_inverted`, `mask_on_good` or `mask_unusable`.
     """
 
@@ -210,7 +210,7 @@ def samples_in(folder: Path) -> list[Sample]:
 
 
 def set_apart(good: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Good images drawn: four fifths to learn from, at most one fifth to test with.
+    """Good images drawn: those to learn from, and at most one fifth to test with.
 
     The draw depends on the names alone, so that images added later hardly move the others. Views of
     one part stay together; a part with more views than are still to be drawn is learned from.
@@ -286,7 +286,7 @@ class Masks:
         return mask
 
     def _candidates(self, image: Path, folders: Iterable[Path]) -> Iterator[Path]:
-        """Files and folders that may be an image's mask, the likeliest first; see `of`."""
+        """Files and folders that may be an image's mask, the likeliest first."""
         beside, stem = folded(str(image.parent)), _stem(image)
         for folder in map(folded, map(str, folders)):
             # `1_mask.png` is the mask of an image `1_mask.jpg` where there is one.
@@ -303,7 +303,7 @@ class Masks:
 def without_masks(images: Sequence[Path]) -> list[Path]:
     """Images without masks beside them: files named like `1_mask.png` beside `1.jpg`.
 
-    A JPEG never counts as a mask.
+    A JPEG is no mask.
     """
     beside = {(image.parent, _stem(image)) for image in images}
     masks = {i for i in images if _lossless(i) and (i.parent, _masked_by(_stem(i))) in beside}
@@ -355,7 +355,7 @@ _NEAR = 0.6
 def frames(looks: Mapping[int, Look]) -> dict[int, int]:
     """For each image, by number, the lowest number among the images of its frame.
 
-    Images are of one frame if they differ by noise and compression alone.
+    Thumbnails of a frame are within `_NEAR` of that of one image.
     """
     if not looks:
         return {}
@@ -369,7 +369,7 @@ def frames(looks: Mapping[int, Look]) -> dict[int, int]:
     rows, along, images = rows[order], along[order], images[order]
     squares = np.square(rows).sum(axis=1)
     most = float(_NEAR * rows.shape[1] ** 0.5)  # from a root mean square to a distance
-    shown = np.full(len(rows), -1)  # -1: in no group yet
+    shown = np.full(len(rows), -1)  # -1: in no frame yet
     for place in range(len(rows)):
         if shown[place] < 0:
             beyond = int(np.searchsorted(along, along[place] + most, side="right"))
@@ -383,7 +383,7 @@ def frames(looks: Mapping[int, Look]) -> dict[int, int]:
 def near_copies_warning(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str:
     """A warning that counts near copies among training images; empty without any.
 
-    Samples and looks have the same numbers. Exact copies aren't counted.
+    Both arguments have the images' numbers as keys. Exact copies aren't counted.
     """
     shown = frames(looks)
     pictures: dict[int, dict[str, int]] = {}

@@ -296,7 +296,7 @@ class TrainingImages:
             needs it hashes all their files.
 
     Raises:
-        DataError: a name isn't a folder.
+        DataError: one of `folders` isn't a folder.
     """
 
     def __init__(self, model: Model, *folders: str | Path) -> None:

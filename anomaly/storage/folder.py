@@ -120,7 +120,7 @@ def write_sealed(file: Path, values: dict[str, Any]) -> None:
 
 
 def _sealed(values: dict[str, Any]) -> str:
-    """Values as JSON, and among them the hash of that JSON without it."""
+    """Values as JSON, with the hash of that JSON without it."""
     return as_json(values | {_SEAL: hashlib.sha256(as_json(values).encode()).hexdigest()})
 
 

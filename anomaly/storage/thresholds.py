@@ -234,7 +234,7 @@ def _images(entries: Sequence[Mapping[str, Any]], kind: str) -> set[str]:
 
 
 def caught_share(model: Model) -> float | None:
-    """Estimated share of defects that the thresholds catch; None if the last change had none."""
+    """Estimated share of defects that the thresholds catch; None if they were set without any."""
     with suppress(*_MALFORMED):
         return float(changes_of(model)[-1]["defects_found"]["caught"]["expected"])
     return None
