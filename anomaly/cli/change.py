@@ -55,7 +55,10 @@ def run_calibrate(options: argparse.Namespace) -> int:
 def _recalibrate(
     options: argparse.Namespace, wishes: Wishes, images: dict[str, list[Sample]]
 ) -> int:
-    """Show what other thresholds change, and save them; `images` are listed by option."""
+    """Show what other thresholds change, and save them; returns the exit code.
+
+    `images` are those of each option, by its name.
+    """
     model = load_model(options.model)
     with ProgressLine() as progress:
         change = recalibrate(model, wishes, **images, progress=progress)
@@ -174,7 +177,7 @@ def _confirmed(record: Path, model: Model, scratch: Path) -> Confirmed:
 
 
 def run_tune(options: argparse.Namespace) -> int:
-    """Try settings, print how many defects each catches, and write the best."""
+    """Try settings, print how many defects each catches, and write the best; returns 0."""
     config = load_config(options.config, options.overrides)
     output = _tuned_file(options)
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)

@@ -27,7 +27,7 @@ _COLUMNS = ("layer", "type", "output", "stride", "parameters", "compute", "runs"
 
 
 def run_explain(options: argparse.Namespace) -> int:
-    """Write the page about one image, and its pictures."""
+    """Write the page about one image, and its pictures; returns 0."""
     if not options.image.is_file():
         raise AnomalyError(f"{options.image} isn't a file; explain takes one image")
     find_model(options.model, exported=False)  # refuses exported models before torch is imported
@@ -38,7 +38,7 @@ def run_explain(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    """Write the evidence into --output, and print the verdict and what to do next."""
+    """Write the evidence into --output; print the verdict and what to do next; returns 0."""
     from anomaly.explain.evidence import explained  # needs torch
 
     output: Path = options.output
@@ -72,7 +72,7 @@ def _keep(model: Path, image: Path, verdict: str) -> None:
 
 
 def run_layers(options: argparse.Namespace) -> int:
-    """Print the tree of a network's layers as a table."""
+    """Print the tree of a network's layers as a table; returns 0."""
     if options.input_size < 1:
         raise AnomalyError(f"--input-size is {options.input_size}; it must be 1 or more")
     name, hooked = options.backbone, dict[str, str]()
@@ -132,7 +132,7 @@ def _summary(
         size: side of the square image, in pixels.
         table: the network itself, then its layers.
         hooked: notes on hooked layers, by their paths.
-        trained: a trained model hooks them; else they are the defaults.
+        trained: True if a trained model hooks them; else they are the defaults.
     """
     whole = table[0]  # the network itself
     text = (

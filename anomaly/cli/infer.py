@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 def run_infer(options: argparse.Namespace) -> int:
-    """Score the images of --input, or with --watch those that arrive there."""
+    """Score the images of --input, or with --watch those that arrive; returns the exit code."""
     find_model(options.model)  # refused before torch is imported
     if options.watch:
         _check_watch(options)
@@ -75,12 +75,8 @@ def _score(
 ) -> int:
     """Load the model and score until all is done or a signal comes; returns the exit code.
 
-    Args:
-        options: the command's options.
-        inputs: the images of --input; None to watch its folders.
-        outputs: the output folder, and the kinds of files written there.
-        stop: the command's signals.
-        is_complete: the output folder holds a complete run already, which --resume names.
+    `inputs` is None to watch the folders of --input. If `is_complete`, the output folder holds a
+    complete run already, which --resume names.
     """
     # Decoding processes start while torch is imported.
     warm_up(len(inputs.paths) if inputs else cores())
@@ -185,7 +181,7 @@ def _print_escapes(model: Model, folder: Path) -> None:
 
 
 def _print_rows(rows: list[Row], speed: float, output: Path, page: str) -> None:
-    """Print reasons for review, unusable images, the speed, and the places of results.
+    """Print verdicts that have a reason, unusable images, the speed, and the places of results.
 
     Args:
         rows: rows of all images, in order.

@@ -196,7 +196,7 @@ def _prepare(
 
 
 def _network(overrides: Sequence[str]) -> dict[str, Any]:
-    """The network whose weights are at hand, as a section of settings; empty if --set names one."""
+    """The network whose weights are at hand, as settings; none if --set has a key of `backbone`."""
     if any(override.startswith("backbone.") for override in overrides):
         return {}
     from anomaly.backbones.networks import backbone_at_hand  # imports torch
