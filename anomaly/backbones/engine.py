@@ -102,12 +102,12 @@ class Graph:
             return self._compiled[streams]
 
 
-def import_engine(engine: str, use: str) -> Any:
+def import_engine(engine: str, message_start: str) -> Any:
     """The module of an engine: `onnxruntime` or `openvino`.
 
     Args:
         engine: a key of `ENGINES`.
-        use: the error message up to the engine's name, such as "runs/x/model was exported for".
+        message_start: the error message up to the engine's name, such as "m was exported for".
 
     Raises:
         ModelError: the engine isn't installed.
@@ -120,7 +120,7 @@ def import_engine(engine: str, use: str) -> Any:
         return import_module(module)
     except ImportError:
         raise ModelError(
-            f"{use} {name}, which isn't installed: pip install 'anomaly[{engine}]'"
+            f"{message_start} {name}, which isn't installed: pip install 'anomaly[{engine}]'"
         ) from None
 
 

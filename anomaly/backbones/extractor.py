@@ -76,7 +76,7 @@ class Layout:
             patches = output[:, output.shape[1] - height * width :]  # class tokens stand before
             # Not len(patches): a plain number would fix the batch size in a traced graph.
             output = patches.reshape(patches.shape[0], height, width, -1).contiguous()
-        return output.permute(0, 3, 1, 2)  # from (B, h, w, C)
+        return output.permute(0, 3, 1, 2)  # (B, h, w, C)
 
 
 def layout_of(shape: Sequence[int], size: Sequence[int]) -> Layout | None:
@@ -107,7 +107,7 @@ def token_stride(count: int, size: Sequence[int]) -> int | None:
     """The side of a transformer's patches, 2 to 64 pixels; None where tokens aren't patches.
 
     Args:
-        count: number of tokens N: up to 16 class or register tokens, then the patches.
+        count: number of tokens N: up to 16 class or register tokens (at most N / 2), then patches.
         size: (H, W) of the network's input.
     """
     height, width = size
@@ -221,7 +221,7 @@ class FeatureExtractor(Truncation):
             ) from error
 
     def maps_of(self, outputs: Mapping[str, Tensor], images: Tensor) -> list[Tensor]:
-        """Feature maps (B, C, h, w) from the layers' outputs, in the order of `layers`.
+        """Feature maps (B, C, h, w), in the order of `layers`.
 
         Args:
             outputs: outputs of the layers by path.
@@ -292,11 +292,11 @@ def network_input(
 
 # The standard deviation that rounding may add, as a share of the maps' own: 1 % of their variance.
 # ResNet-50 stays at 0.03 to 0.08. The effect on scores: docs/reproducibility.md.
-LIMIT = 0.1
+MOST_ROUNDING = 0.1
 
 
 def choose_precision(extractor: FeatureExtractor, images: Tensor) -> str:
-    """`bf16` where the device has it and it changes maps by at most `LIMIT`, else `fp32`.
+    """`bf16` where the device has it and it changes maps by at most `MOST_ROUNDING`, else `fp32`.
 
     Args:
         extractor: the extractor with its weights, on its device.
@@ -307,7 +307,7 @@ def choose_precision(extractor: FeatureExtractor, images: Tensor) -> str:
         log.debug("fp32: %s has no bf16", device)
         return "fp32"
     share = rounding_share(extractor, images)
-    precision = "bf16" if share <= LIMIT else "fp32"
+    precision = "bf16" if share <= MOST_ROUNDING else "fp32"
     log.debug("%s: bf16 rounding is %.1f %% of the maps' variation", precision, 100 * share)
     return precision
 

@@ -282,7 +282,7 @@ def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureE
     """The extractor that a manifest describes, without dry runs, which take 2 s.
 
     Args:
-        network: the whole network on the meta device, without weights; truncated in place.
+        network: the whole network on the meta device; truncated in place.
         described: the result of `describe`.
 
     Raises:
@@ -345,7 +345,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         side: side of the square image in pixels.
 
     Attributes:
-        side: side of the square image in pixels.
+        side: as given.
         outputs: the wanted layers' outputs by path, in the order in which the layers run.
         reads: number of operations that read each tensor, by its id, parameters included, until the
             last wanted layer has run.

@@ -280,7 +280,7 @@ class Config(_Section):
     `anomaly tune` writes them; `evaluate` reports test images among them.
     """
 
-    def has_chosen(self, sha256: str) -> bool:
+    def was_chosen_by(self, sha256: str) -> bool:
         """True if the image with this sha256 was used to choose these settings."""
         return sha256[:NAMED_DIGITS] in self.chosen_by
 

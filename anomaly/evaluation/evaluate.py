@@ -183,7 +183,7 @@ def _evaluation(model: Model, rows: tuple[Scored, ...], pixel_metrics: Metrics) 
         by_type=metrics_by_type(scores, labels, [s.defect_type for _, s in usable]),
         thresholds=model.thresholds,
         n_threshold_images=sum(row.sha256 in chosen_with for row in rows),
-        n_settings_images=sum(model.config.has_chosen(row.sha256) for row in rows),
+        n_settings_images=sum(model.config.was_chosen_by(row.sha256) for row in rows),
     )
 
 

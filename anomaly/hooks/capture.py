@@ -113,7 +113,7 @@ class Capture:
         self._handles.clear()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The network's output; None where the pass was stopped after the last layer named.
+        """Run the network; its output, or None where the pass was stopped after the last layer.
 
         Raises:
             LayerError: the capture isn't open.

@@ -346,7 +346,7 @@ def test_auto_takes_bf16_only_where_it_is_fast_and_safe(
     assert features.choose_precision(hooked, images) == "bf16"
     assert "bf16" not in caplog.text
     with monkeypatch.context() as patch:
-        patch.setattr(features, "LIMIT", 1e-6)
+        patch.setattr(features, "MOST_ROUNDING", 1e-6)
         assert features.choose_precision(hooked, images) == "fp32"
     assert "bf16" not in caplog.text  # nothing that a person has to do
     broken = extractor("resnet18", ["layer1", "layer2"])
