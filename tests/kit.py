@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -58,6 +59,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     """The bytes of all files in a folder, by their paths in it."""
     files = (f for f in folder.rglob("*") if f.is_file())
     return {f.relative_to(folder).as_posix(): f.read_bytes() for f in files}
+
+
+@contextmanager
+def most_bytes(limit: float) -> Iterator[None]:
+    """See that what is done inside never has more than `limit` bytes of memory at once."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
 
 
 def until(happened: Callable[[], object], seconds: float = 120) -> None:

@@ -35,10 +35,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(
-    images: Path,
-    run_folder: Path,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
+    images: Path, run_folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> _Infer:
     """`infer` into a folder, on a cluster where one is given."""
 

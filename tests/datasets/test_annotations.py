@@ -59,16 +59,10 @@ def test_annotations_stop_learning(tmp_path: Path) -> None:
 
 
 OTHERS: list[tuple[str, dict[str, str | bytes]]] = [
-    (
-        "k{}.jpg",
-        {"readme.txt": "Such as k1.jpg", "LICENSE.txt": "k2.jpg", "data.yaml": "k1.jpg"},
-    ),
+    ("k{}.jpg", {"readme.txt": "Such as k1.jpg", "LICENSE.txt": "k2.jpg", "data.yaml": "k1.jpg"}),
     ("{}.jpg", {"camera.json": '{"gain": 2, "exposure": 0.5}', "classes.txt": "dent\n"}),
     ("k{}.jpg", {"results.csv": "path,image_sha256,score\nk1.jpg,0,1\n"}),
-    (
-        "k{}.jpg",
-        {"scores.csv": "path,defect_type,is_defect,\nk1.jpg", "metrics.json": "k1.jpg"},
-    ),
+    ("k{}.jpg", {"scores.csv": "path,defect_type,is_defect,\nk1.jpg", "metrics.json": "k1.jpg"}),
     ("k{}.jpg", {"../other.csv": "elsewhere/k1.jpg,dent", "../elsewhere/k1.jpg": ""}),
 ]
 

@@ -151,10 +151,7 @@ def test_a_csv_list(tmp_path: Path) -> None:
     )
     touch(tmp_path, "b/4.png", "m/4.png")  # as Windows has it, where these files are
     file = _list(tmp_path, text.replace('b/"3".png', '"b/3, big.png"'))
-    for dataset in (
-        open_dataset("csv", file),
-        open_dataset("csv", tmp_path, "list.csv"),
-    ):
+    for dataset in (open_dataset("csv", file), open_dataset("csv", tmp_path, "list.csv")):
         assert _seen(dataset.train, tmp_path) == [("a/1.png", "good")]
         assert _seen(dataset.validation, tmp_path) == [("a/2.png", "good")]
         assert _seen(dataset.test, tmp_path) == [

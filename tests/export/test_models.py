@@ -153,8 +153,7 @@ def test_rows_name_the_engine_and_a_run_keeps_to_it(
     assert "complete" in infer(tmp_path / "onnx", "--resume")[1]
     shutil.copytree(inferred, tmp_path / "torch")
     code, _, err = infer(
-        tmp_path / "torch",
-        *("--write", "heatmaps", "page", "masks", "regions", "maps", "--resume"),
+        tmp_path / "torch", *("--write", "heatmaps", "page", "masks", "regions", "maps", "--resume")
     )
     assert (code, "another engine" in err) == (2, True)
 

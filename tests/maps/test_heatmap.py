@@ -23,12 +23,6 @@ def _drawn(
     return heatmap(Image(picture, 255.0, "rgb8", ""), pixel_map(scores), threshold, review)
 
 
-def test_well_below_the_threshold_nothing_changes() -> None:
-    picture = _grey(40, 60)
-    shown = _drawn(picture, np.full((40, 60), 0.74, dtype=np.float32), 1.0)
-    np.testing.assert_array_equal(shown, picture)
-
-
 def test_above_the_threshold_is_coloured_and_outlined() -> None:
     picture = _grey(100, 120)
     anomaly_map = np.zeros((100, 120), dtype=np.float32)

@@ -145,13 +145,6 @@ def test_the_fainter_line_is_around_what_is_for_review(scale: float) -> None:
         assert rejected.max() == FAINT
 
 
-def test_nothing_marked() -> None:
-    found = pixel_map(np.zeros((5, 7)))
-    assert not predicted_mask(found, 0.0).any()
-    assert not outlined_areas(found, 0.0).any()
-    assert marked_regions(np.zeros((5, 7), np.uint8), found) == ()
-
-
 def test_length_and_thickness_are_those_of_a_turned_box() -> None:
     scores = np.zeros((60, 60), np.float32)
     along = np.arange(30)

@@ -94,9 +94,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         _check({"area": 9, "unit": "mm"})
 
 
-def test_the_smallest_defect_is_part_of_every_score(
-    product: Path,
-) -> None:
+def test_the_smallest_defect_is_part_of_every_score(product: Path) -> None:
     """Images and thresholds go by the level of the area."""
     model = {"halo_damping": 0, "spacing_neighbours": 0, "smallest_defect": {"area": 300}}
     detector = anomaly.fit(product / "train" / "good", tiny(model=model), device="cpu")

@@ -4,10 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anomaly.methods.patchcore.embedding import (
-    patchcore_concat,
-    patchcore_sharp,
-)
+from anomaly.methods.patchcore.embedding import patchcore_concat, patchcore_sharp
 
 
 def _maps(channels: list[int], sizes: list[tuple[int, int]], seed: int = 0) -> list[Tensor]:
