@@ -279,9 +279,9 @@ class Detector:
         Raises:
             DataError: there are no images, or a mask doesn't fit its image.
         """
-        model, place = self.model, ""  # the data set's folder, for the report
+        place = ""  # the data set's folder, for the report
         if data is None:
-            data = dataset_of(model)
+            data = dataset_of(self.model)
         if isinstance(data, Dataset):
             place = str(data.folder)
             data = tested_split(data)
@@ -292,10 +292,10 @@ class Detector:
                 "test images need labels that say which are defective: give "
                 "anomaly.open_dataset(format, folder), or samples"
             )
-        samples = not_learned(model, samples)
+        samples = not_learned(self.model, samples)
         # Samples from a program have no place, so advice shows a placeholder for their folder.
         tested = () if place else ("--defects", "FOLDER")
-        return evaluated(model, samples, place, tested=tested, progress=progress)
+        return evaluated(self.model, samples, place, tested=tested, progress=progress)
 
 
 def fit(

@@ -437,8 +437,8 @@ def has_bf16(device: torch.device) -> bool:
 
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    read = getattr(torch.cpu, "get_capabilities", dict)  # the oldest torch allowed lacks it
-    instructions: dict[str, object] = read()
+    # The oldest torch allowed lacks the function: then nothing is known of them.
+    instructions: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     if not any(bool(instructions.get(name)) for name in ("avx512_bf16", "amx_bf16", "arm_bf16")):
         return False
     return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -65,8 +65,8 @@ class ArrayImage:
         pixels: an array (H, W) or (H, W, 3) of uint8, uint16 or floats, a PIL image or a tensor.
         channels: order of the three colours: `rgb`, or `bgr` as from OpenCV. NumPy arrays have to
             state it; tensors are RGB by default, PIL images and files always.
-        full_scale: the value that means white; floats have to state it. By default 255 for uint8
-            and 65535, or the highest value of the model's `image.bit_depth`, for uint16.
+        full_scale: the value that means white; floats have to state it. By default the highest
+            value of the type, or of the model's `image.bit_depth` if that is lower.
         layout: the axes, `HW`, `HWC` or `CHW`; tensors have to state them. By default (H, W) or
             (H, W, 3).
 
@@ -91,7 +91,7 @@ class ArrayImage:
     def decoded(self, decoding: Decoding) -> Image:
         """A copy of the pixels as an image: a camera may use its buffer again.
 
-        Size and kind of the pixels are checked before the pixels are read.
+        Size and kind are checked before the pixels are read. An `Image` is returned uncopied.
 
         Args:
             decoding: limits and bit depth, as for files.
@@ -174,7 +174,7 @@ image = ArrayImage
 
 
 def source_of(pixels: ImageLike, decoding: Decoding, index: int | None = None) -> Path | Image:
-    """The file, or the pixels as an `Image` of their own.
+    """The file's path, or the pixels as a decoded `Image`.
 
     Args:
         pixels: a path, or pixels in memory.
@@ -182,7 +182,7 @@ def source_of(pixels: ImageLike, decoding: Decoding, index: int | None = None) -
         index: place in the list of images, for messages; None for a single image.
 
     Raises:
-        ImageError: the pixels can't be used as an image; says which and why.
+        ImageError: the pixels can't be used as an image; says why, and which if `index` is given.
     """
     if isinstance(pixels, str | os.PathLike):
         return Path(pixels)
@@ -279,7 +279,7 @@ def module_of(values: Array) -> Any:
 
 
 def like(values: NDArray[Any], other: Array) -> Array:
-    """An array as it is, or as a tensor on the device of `other`, if that is one; same dtype."""
+    """An array as it is, or as a tensor of its dtype on the device of `other`, if that is one."""
     if isinstance(other, np.ndarray):
         return values
     return import_module("torch").from_numpy(values).to(other.device)

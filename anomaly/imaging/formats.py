@@ -149,7 +149,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def _directories(data: bytes) -> Iterator[Tags]:
-    """Directories of a TIFF in file order, each read when it is asked for; they may form a loop.
+    """Integers of a TIFF's directories, in linked order, each read when asked for; may loop.
 
     Raises:
         ImageError: `unreadable`: a directory or its values lie beyond the end, or it isn't TIFF.
@@ -165,9 +165,9 @@ def _directories(data: bytes) -> Iterator[Tags]:
             (following,) = struct.unpack_from(order + "I", data, end)
             tags: Tags = {}
             for tag, kind, length, start in struct.iter_unpack(order + "HHII", data[at + 2 : end]):
-                at += 12  # the end of this entry
+                at += 12  # 2 bytes before this entry's end, as their number (2 bytes) comes first
                 size = length * np.dtype(_INTEGERS.get(kind, "u1")).itemsize
-                start = at - 2 if size <= 4 else start  # short values lie in the entry itself
+                start = at - 2 if size <= 4 else start  # short values are the entry's last 4 bytes
                 if kind in _INTEGERS:
                     if start + size > len(data):
                         raise damaged(f"it is cut short: the values of TIFF tag {tag} are missing")
@@ -180,7 +180,7 @@ def _directories(data: bytes) -> Iterator[Tags]:
 
 
 def _first(tags: Tags, tag: int, default: int = 0) -> int:
-    """First value of a tag, such as `_WIDTH`; the default for a missing tag."""
+    """First value of a tag, such as `_WIDTH`; the default if it is missing or has no integers."""
     values = tags.get(tag, _NOTHING)
     return int(values[0]) if len(values) else default
 
@@ -203,9 +203,9 @@ _COLOURS = {0: "grey", 2: "rgb", 3: "palette", 4: "greya", 6: "rgba"}
 
 
 def png(data: bytes) -> ImageHeader:
-    """Header of a PNG, whose chunks must be whole; libpng checks the checksum of the pixels."""
+    """Header of a PNG, whose chunks must be whole and have the right checksums."""
     chunks = _chunks(data)
-    head = data[8:26].ljust(18)
+    head = data[8:26].ljust(18)  # a short file may end before
     length, kind, width, height, depth, colour = struct.unpack(">I4sIIBB", head)
     if (length, kind) != (13, b"IHDR") or not (width and height and colour in _COLOURS):
         raise damaged("its PNG header is missing or has illegal values")
@@ -223,7 +223,7 @@ def png(data: bytes) -> ImageHeader:
 
 
 def _chunks(data: bytes) -> dict[bytes, bytes]:
-    """Contents of a PNG's chunks by kind, without the pixels; all chunks must be whole."""
+    """Contents by kind of a PNG's chunks, the first of each, without pixels; all must be whole."""
     chunks: dict[bytes, bytes] = {}
     view, at, kind = memoryview(data), 8, b""
     while kind != b"IEND":
@@ -275,7 +275,7 @@ def jpeg(data: bytes) -> ImageHeader:
                 count = content[0]
                 first, last, bits = struct.unpack_from(">BBB", content, 1 + 2 * count)
                 for component in content[1 : 1 + 2 * count : 2]:
-                    missing[component][first : last + 1] = bits & 15
+                    missing[component][first : last + 1] = bits & 15  # left for later scans
             elif marker == _APP1 and content.startswith(b"Exif\0\0"):
                 exif = exif or content
     except (struct.error, IndexError, KeyError):
@@ -314,13 +314,15 @@ def _segments(data: bytes) -> Iterator[tuple[int, bytes, memoryview]]:
             if not at + 3 <= end <= len(data):
                 raise damaged("it is cut short inside a JPEG header")
         content = data[at + 3 : end]
-        following = _MARKER.search(data, end) if marker == _SOS else None
-        at = following.start() if following else end if marker != _SOS else len(data)
-        yield marker, content, memoryview(data)[start:at]
+        if marker == _SOS:  # pixels follow, up to the next marker
+            following = _MARKER.search(data, end)
+            end = following.start() if following else len(data)
+        at = end
+        yield marker, content, memoryview(data)[start:end]
 
 
 def _by_libjpeg(data: bytes, padded: bool = True) -> Pixels:
-    """RGB pixels (H, W, 3) of a JPEG; `padded`: zeros may stand before the end marker."""
+    """RGB pixels (H, W, 3) of a JPEG; if `padded`, zeros before the end marker are dropped."""
     try:
         return np.asarray(simplejpeg.decode_jpeg(data, strict=True))  # its warnings are errors
     except (ValueError, TypeError, RuntimeError) as error:
@@ -436,6 +438,8 @@ def tiff(data: bytes) -> ImageHeader:
 def _samples(page: Tags, order: str) -> tuple[int, np.dtype[Any], int, bool]:
     """Channels, number type, compression, and True for differences from the pixel to the left.
 
+    `order` is numpy's sign of the byte order, `<` or `>`.
+
     Raises:
         ImageError: `unsupported`: not plain grey or RGB in strips.
     """
@@ -475,16 +479,12 @@ def _inflated(stream: memoryview, limit: int) -> memoryview:
 
 
 def _by_libtiff(strip: memoryview, expected: int) -> memoryview:
-    """Content of a strip in LZW by OpenCV, as the only strip of a grey picture (TIFF 6.0, 2).
+    """Content, `expected` bytes, of a strip in LZW by OpenCV.
 
-    OpenCV reports damage in 16-bit pictures but ignores it in 8-bit ones. So the picture has 16
-    bits, and zeros in front fill its rows.
-
-    Args:
-        strip: the compressed bytes.
-        expected: bytes of the content.
+    It becomes the only strip of a grey picture. OpenCV reports damage in 16-bit pictures but
+    ignores it in 8-bit ones. So the picture has 16 bits, and zeros in front fill its rows.
     """
-    rows = -(-expected // _ROW_BYTES)
+    rows = -(-expected // _ROW_BYTES)  # rounded up
     zeros = rows * _ROW_BYTES - expected
     content = _LZW_ZERO * zeros + strip
     tags = {
@@ -504,7 +504,8 @@ def _by_libtiff(strip: memoryview, expected: int) -> memoryview:
 
 def webp(data: bytes) -> ImageHeader:
     """Header of a still WebP, which must be as long as it says it is (RFC 9649)."""
-    end, at, chunks = 8 + int.from_bytes(data[4:8], "little"), 12, dict[bytes, slice]()
+    chunks: dict[bytes, slice] = {}  # contents of the first chunk of each kind
+    at, end = 12, 8 + int.from_bytes(data[4:8], "little")
     if end > len(data):
         raise damaged(f"it is cut short: {len(data)} of {end} bytes are there")
     while at < end:
@@ -512,12 +513,13 @@ def webp(data: bytes) -> ImageHeader:
         if content.stop > end:
             raise damaged("it is cut short inside a WebP chunk")
         chunks.setdefault(data[at : at + 4], content)
-        at = content.stop + content.stop % 2
+        at = content.stop + content.stop % 2  # a chunk starts at an even byte
     if b"ANIM" in chunks:
         raise unsupported("it is an animated WebP; save the frame to inspect as a file of its own")
     try:
         if picture := chunks.get(b"VP8 "):
             width, height = struct.unpack_from("<HH", data, picture.start + 6)
+            # 14 bits each; the others ask for scaling.
             size, alpha = (height & 0x3FFF, width & 0x3FFF), b"ALPH" in chunks
         else:
             picture = chunks[b"VP8L"]

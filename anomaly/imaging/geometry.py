@@ -42,11 +42,7 @@ def is_strip(size: tuple[int, int]) -> bool:
 
 
 def check_shape(size: tuple[int, int]) -> None:
-    """Refuse an image of (H0, W0) pixels that `is_strip`.
-
-    Raises:
-        DataError: one side is more than `_THINNEST` times the other.
-    """
+    """Raise a DataError for an image (H0, W0) that `is_strip`."""
     if is_strip(size):
         raise DataError(
             f"its {size[1]}×{size[0]} pixels are too thin: one side may be at most {_THINNEST} "
@@ -216,7 +212,7 @@ class Sizing:
         return View((axes[0],), (axes[1],))
 
     def _input_aspect(self, source: tuple[int, int]) -> float:
-        """H/W of the network's input: `aspect`, or the image's own if that is None.
+        """H/W of the network's input: `aspect`, else the image's own.
 
         Raises:
             DataError: the image's own is off `aspect` by more than `ASPECT_TOLERANCE`.
@@ -253,12 +249,7 @@ class Sizing:
 
 
 def patch_size(view: View, grid: tuple[int, ...]) -> tuple[float, float]:
-    """(height, width) of a patch in original pixels.
-
-    Args:
-        view: the image's view.
-        grid: (h, w) of the patches; with tiles, of their mosaic.
-    """
+    """(height, width) of a patch in original pixels; `grid` is (h, w) of the image's patches."""
     height, width = (
         len(pieces) * pieces[0].size / count * pieces[0].source / pieces[0].resized
         for pieces, count in zip(view.axes, grid, strict=True)

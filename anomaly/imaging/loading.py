@@ -73,9 +73,9 @@ class Look:
 
     Attributes:
         picture: sha256 of the pixels in hex, equal for equal pictures in any lossless files.
-        thumbnail: (256,) grey levels, of 255, of 16×16 areas, less their mean. Compression and
-            noise hardly change them.
-        brightest: highest value of a 16-bit file as a share of full scale; None for other files.
+        thumbnail: (256,) grey levels of 16×16 areas, white being 255, less their mean. Compression
+            and noise hardly change them.
+        brightest: highest value of a 16-bit image as a share of full scale; None for others.
     """
 
     picture: str
@@ -89,8 +89,8 @@ class NetworkInput:
 
     Attributes:
         index: place in the list of images.
-        sha256: hex digest of the file's bytes.
-        view: the view by which `pixels` was rendered; with tiles, the view of all.
+        sha256: hex digest of the file's bytes; of the pixels where there is no file.
+        view: the view by which `pixels` was rendered; of all tiles, if they aren't rendered yet.
         pixels: (H, W, 3) float32 RGB in [0, 1]; empty if `view` has tiles.
         path: the file; None for pixels that came from memory.
         image: the decoded image; None if it stayed in another process.
@@ -199,7 +199,8 @@ def load(
         loading: preprocessing to the network's input.
         looks: add the image's `Look`.
     """
-    name, path = described(index, source), source if isinstance(source, Path) else None
+    path = source if isinstance(source, Path) else None
+    name = described(index, source)
     try:
         image = source if isinstance(source, Image) else read_image(source, loading.decoding)
         view = loading.sizing.view(image.size)
@@ -217,10 +218,7 @@ def load(
 def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage:
     """The unusable image of an error; its status is `failed` for an error nobody has foreseen.
 
-    Args:
-        index: place in the list of images.
-        name: name of the image in messages.
-        error: error that the image has caused.
+    `name` is the image's name in messages; an ImageError's message has it already.
     """
     if isinstance(error, ImageError):
         return UnusableImage(index, error.status, str(error))
@@ -233,12 +231,7 @@ def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage
 
 
 def rendered(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
-    """A view of an image, rendered: (H, W, 3) float32 RGB in [0, 1].
-
-    Args:
-        name: name of the image in messages.
-        image: the decoded image.
-        view: view of the image, or of one of its tiles.
+    """A view of an image or a tile, rendered: (H, W, 3) float32 RGB in [0, 1].
 
     Raises:
         ImageError: `unsupported`: the image is too large for the memory, or for OpenCV.
@@ -264,9 +257,9 @@ def inspectable(
     """Loaded images; an image without a patch inside the region becomes an unusable one.
 
     Args:
-        items: loaded and unusable images.
+        items: the images.
         grid: (H, W) of a network input -> (h, w) of its patches.
-        region: region of each image that counts; None lets all images pass.
+        region: region of each image that counts; None for the whole image.
         learned: refuse images with a doubtful pose as well: nothing is learned from them.
     """
     grid = cache(grid)  # it runs the network
@@ -320,12 +313,7 @@ def by_shape(
 
 
 def turned(picture: NDArray[_Value], turn: int) -> NDArray[_Value]:
-    """A picture (H, W, …) turned in one of eight ways; a view of the same memory.
-
-    Args:
-        picture: array whose first two axes are turned.
-        turn: way of turning, 0 (none) to 7.
-    """
+    """A picture (H, W, …) turned in a way from 0 (none) to 7; a view of the same memory."""
     return np.rot90(picture[:, ::-1] if turn >= 4 else picture, turn % 4)
 
 
@@ -343,6 +331,7 @@ def learned_batches(
         if isinstance(batch, UnusableImage):
             yield batch
             continue
+        # An image with tiles comes alone.
         for pieces in batch[0].tiles(batch_size) if len(batch) == 1 else [batch]:
             yield pieces
             for turn in turns:
@@ -356,7 +345,7 @@ def turned_corner(row: int, column: int, turn: int) -> tuple[int, int]:
     """Row and column of a grid's first patch, with the turn encoded in the row.
 
     So row and column tell a patch from all others of its image and of the image's turned copies:
-    rows of an unturned image begin at 0, of a copy at 65,536 times its turn. `turn_of` decodes it.
+    rows of a copy begin at 65,536 times its turn. `turn_of` decodes it.
 
     Args:
         row: row of the grid's first patch in the turned image; other than 0 only in tiles.
@@ -367,11 +356,7 @@ def turned_corner(row: int, column: int, turn: int) -> tuple[int, int]:
 
 
 def turn_of(row: int) -> tuple[int, int]:
-    """Turn of a patch's image, 0 to 7, and the patch's row in the turned image.
-
-    Args:
-        row: row of a patch with the turn encoded by `turned_corner`.
-    """
+    """Turn of a patch's image, 0 to 7, and row in that image, of a row by `turned_corner`."""
     return divmod(row, _TURN_ROWS)
 
 
@@ -395,7 +380,7 @@ def upright(
 
 
 def look_of(image: Image) -> Look:
-    """Look of an image."""
+    """Hash, thumbnail and brightest value of an image."""
     step = max(1, min(image.size) // _DENSE)
     sparse = np.asarray(image.pixels[::step, ::step], np.float32)
     grey = cv2.resize(sparse, (_LOOK_SIDE, _LOOK_SIDE), interpolation=cv2.INTER_AREA).mean(axis=2)

@@ -121,7 +121,7 @@ class Decoders:
     def submit(
         self, index: int, source: Path | bytes | Image | UnusableImage
     ) -> Future[NetworkInput | UnusableImage]:
-        """Load one image among many, as `load_all` does; nothing bounds how many wait.
+        """Future result of loading one image among many; nothing bounds how many wait.
 
         Args:
             index: number of the image; no other image that is being loaded or waits for its
@@ -133,7 +133,7 @@ class Decoders:
             self._loaders[index] = process
         if isinstance(source, UnusableImage):
             return process.submit(lambda: source)
-        if isinstance(source, Image):
+        if isinstance(source, Image):  # no parser is needed, so this program renders it
             return process.submit(load, index, source, self.loading, looks=self.looks)
         return process.submit(self._answer, process, "load", index, source)
 
@@ -182,8 +182,7 @@ def read_all(function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator
     Raises:
         Exception: an error of the function.
     """
-    ahead = AHEAD * len(_processes())
-    return prefetch(lambda item: _called(function, item), items, ahead)
+    return prefetch(lambda item: _called(function, item), items, AHEAD * len(_processes()))
 
 
 def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
@@ -191,7 +190,7 @@ def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
 
     Args:
         function: a module's function; arguments, result and errors can be pickled.
-        arguments: its arguments.
+        arguments: the function's.
         about: the file, for messages.
 
     Raises:
@@ -228,7 +227,7 @@ _pools: dict[int, list[_DecoderProcess]] = {}
 
 
 def _processes() -> list[_DecoderProcess]:
-    """The decoding processes of this program; they start with their first request."""
+    """The program's decoding processes; each starts with its first request."""
     program = os.getpid()
     if program not in _pools:
         _pools.setdefault(program, [_DecoderProcess() for _ in range(program_threads())])
@@ -240,7 +239,7 @@ def _idlest() -> _DecoderProcess:
 
 
 def _called(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Result of a function called by the idlest process."""
+    """Future result of a function, called by the idlest process."""
     process = _idlest()
     return process.submit(process.ask, None, "call", function, *arguments)
 
@@ -293,7 +292,7 @@ class _DecoderProcess:
                         f"took more than {read.COMPUTING_SECONDS:.0f} s of computing, the limit "
                         f"for {read.MODEST_PIXELS / 1e6:.0f} million pixels"
                     )
-                if self._over:
+                if self._over:  # only a crash is tried again
                     break
             else:
                 if not done:
@@ -312,7 +311,8 @@ class _DecoderProcess:
         """
         assert child.stdin is not None
         assert child.stdout is not None
-        self._reading, self._over = name != "finish", ""
+        self._reading = name != "finish"
+        self._over = ""
         try:
             send(child.stdin, (_folder(), None if task is self._sent else task, name, arguments))
             self._sent = task or self._sent
@@ -324,11 +324,7 @@ class _DecoderProcess:
         return done, answer
 
     def drop(self, over: str = _ABANDONED) -> None:
-        """End the process if it is reading a file.
-
-        Args:
-            over: the reason, for the file's message.
-        """
+        """End the process if it is reading a file; `over` is the reason, for the file's message."""
         with self._lock:
             if self._reading and self._child is not None:
                 self._over = over
@@ -415,8 +411,7 @@ def start() -> subprocess.Popen[bytes]:
 
 def _imports() -> str:
     """Source text that imports `serve` from where this program has it, in any working folder."""
-    places = [*sys.path, _HOME]
-    return f"import sys; sys.path[:] = {places!r}; from {serve.__module__} import serve"
+    return f"import sys; sys.path[:] = {[*sys.path, _HOME]}; from {serve.__module__} import serve"
 
 
 def _memory_limit() -> int:
@@ -435,7 +430,7 @@ def _memory_limit() -> int:
 
 
 def send(stream: IO[bytes], message: object) -> None:
-    """Send a message, pickled, through a pipe."""
+    """Send a message through a pipe, pickled."""
     pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
     stream.flush()
 
@@ -507,7 +502,7 @@ class Worker:
         return function(*arguments)
 
     def load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
-        """Load an image; keep it if it is to be drawn, hand it over if it is cut into tiles."""
+        """Load an image; keep it if it is to be drawn, hand it over if asked to or cut in tiles."""
         loaded = load(index, source, self._task.loading, looks=self._task.looks)
         if isinstance(loaded, UnusableImage):
             return loaded

@@ -6,7 +6,7 @@ means the same in all images of a kind:
 - Full scale is the full range of the file's declared depth: 255, 65535, 1.0 for floats.
   Values are never clipped, and never stretched to the range of the single image.
 - Cameras often put 10, 12 or 14 bits into a 16-bit file, which can't state them. With `bit_depth`,
-  full scale becomes 2**bit_depth - 1. It can only narrow the range, so 8-bit files keep theirs.
+  full scale becomes 2**bit_depth - 1. It only narrows the range: from 8 on, 8-bit files keep it.
 - A pixel above full scale, a negative one or one that isn't a number makes the image
   `unsupported`: the stated depth is wrong.
 
@@ -91,14 +91,14 @@ class Decoding:
             )
 
     def unstated_bits(self, brightest: Iterable[float | None]) -> int | None:
-        """Bits of camera data in 16-bit files that use a quarter of their range or less.
+        """Bits of camera data in 16-bit files that use less than a quarter of their range.
 
         Args:
             brightest: the highest value of each 16-bit image as a share of full scale; None for
                 other images.
 
         Returns:
-            The bits; None where more is used, there are no such images, or `bit_depth` is stated.
+            The bits; None where more is used, all are black, or `bit_depth` is stated.
         """
         highest = max((value for value in brightest if value is not None), default=0.0)
         if self.bit_depth is not None or not 0 < highest < 0.25:
@@ -205,7 +205,7 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
 
 
 def derive(function: Callable[[Image], Any], decoding: Decoding, source: Path | Image) -> Any:
-    """Result of a function of an image; None where the image can't be used.
+    """Result of a function of an image; None where the image can't be read, or the function fails.
 
     Decoding processes call it: a function of a module that imports torch has each of them import
     torch, too.
@@ -228,7 +228,7 @@ def read_header(source: Path | bytes) -> ImageHeader:
 
 @contextmanager
 def _naming(source: Path | bytes) -> Iterator[None]:
-    """Block whose errors name the file, where there is one; too little memory is one of them."""
+    """Name the file, if there is one, in the block's ImageErrors; lack of memory becomes one."""
     name = "" if isinstance(source, bytes) else f"{source}: "
     try:
         yield
@@ -340,12 +340,7 @@ def check_range(pixels: Pixels, full_scale: float) -> None:
 
 
 def turned_upright(pixels: Pixels, orientation: int) -> Pixels:
-    """Pixels (H, W, 3) turned and mirrored so that the picture's top row is the first row.
-
-    Args:
-        pixels: as stored.
-        orientation: EXIF orientation, 1 to 8.
-    """
+    """Stored pixels (H, W, 3) turned and mirrored upright by an EXIF orientation, 1 to 8."""
     if orientation in (5, 6, 7, 8):
         pixels = np.asarray(cv2.transpose(pixels))
     # Transposed or not, the picture now lacks only a mirroring of rows, columns or both.

@@ -5,7 +5,7 @@ patches around it: a halo, which `without_halo` damps before the map is made.
 
 Bilinear up-sampling, Gaussian smoothing and the way back through resize and crop are all linear
 and act on rows and columns apart. Together they are one small matrix for each axis, so a map is
-`rows @ scores @ columns.T`: exact, without padding artefacts, and any strip of it can be had alone.
+`rows @ scores @ columns.T`: exact, without padding artefacts, and a strip of it costs no more.
 
 Blending overlapping tiles is linear and acts on each axis apart as well: the matrix of an axis cut
 into pieces is the sum of the pieces' matrices, each fading out where the next one takes over.
@@ -99,7 +99,7 @@ class SourceMap:
         return replace(self, values=self())
 
     def shrunk(self) -> SourceMap:
-        """The map of the image reduced to twice the size of the network's input, for a heatmap.
+        """The map of the image reduced to about twice the network's input, for a heatmap.
 
         A smaller image keeps its size, and so does an image that is cut into tiles.
         """
@@ -156,12 +156,11 @@ def without_halo(scores: Array, damping: float, tiles: tuple[int, int] = (1, 1))
     if damping == 0:
         return scores
     highest = _highest_around(scores, tiles).clip(np.finfo(np.float32).tiny)
-    damped: Array = scores * (scores / highest) ** damping
-    return damped
+    return scores * (scores / highest) ** damping
 
 
 def _highest_around(scores: Array, tiles: tuple[int, int], reach: int = 1) -> Array:
-    """Highest score (…, h, w) within `reach` rows and columns of each patch, in the same tile."""
+    """Highest score (…, h, w) within `reach` rows and columns of each patch, in its tile."""
     *lead, height, width = scores.shape
     rows, columns = tiles
     by_tile = scores.reshape(*lead, rows, height // rows, columns, width // columns)
@@ -173,7 +172,7 @@ def _highest_around(scores: Array, tiles: tuple[int, int], reach: int = 1) -> Ar
 def _highest_beside(scores: Array, axis: int) -> Array:
     """Highest of each value and its two neighbours along an axis; NaN doesn't count."""
     fmax, along = module_of(scores).fmax, scores.swapaxes(axis, 0)
-    highest = along + 0
+    highest = along + 0  # a copy, of an array or a tensor
     highest[1:] = fmax(highest[1:], along[:-1])
     highest[:-1] = fmax(highest[:-1], along[1:])
     return highest.swapaxes(0, axis)
@@ -186,11 +185,11 @@ def _one_pixel_a_patch(view: View, grid: tuple[int, ...]) -> View:
         view: view of the original image.
         grid: (h, w) of the patches; with tiles, of their mosaic.
     """
-    rows, columns = (
-        tuple(AxisView(n, piece.size, 0, piece.size, i * n) for i, piece in enumerate(pieces))
-        for pieces, n in ((p, count // len(p)) for p, count in zip(view.axes, grid, strict=True))
-    )
-    return View(rows, columns)
+    axes = []
+    for tiles, count in zip(view.axes, grid, strict=True):
+        n = count // len(tiles)  # patches of one tile
+        axes.append(tuple(AxisView(n, t.size, 0, t.size, i * n) for i, t in enumerate(tiles)))
+    return View(axes[0], axes[1])
 
 
 def source_map(
@@ -208,7 +207,8 @@ def source_map(
         (H0, W0) or (rows, W0) float32 in score units; NaN where a crop hid the image from the
         network, and where no nearby patch counts.
     """
-    strip, missing = strip or slice(None), np.isnan(scores)
+    strip = strip or slice(None)
+    missing = np.isnan(scores)
     with one_blas_thread():
         summed = _resampled(np.where(missing, 0, scores), view, smoothing, strip)
         if not missing.any():
@@ -282,7 +282,7 @@ def map_matrix(patches: int, axis: AxisView, smoothing: float) -> NDArray[np.flo
 def _resampled(
     values: NDArray[np.float32], view: View, smoothing: float, strip: slice
 ) -> NDArray[np.float32]:
-    """Rows of (row matrix @ values @ column matrix.T): patch values (h, w) in original pixels."""
+    """Patch values (h, w) in a strip of original pixels: row matrix @ values @ column matrix.T."""
     rows = _blocks(values.shape[0], view.rows, smoothing)
     columns = _blocks(values.shape[1], view.columns, smoothing)
     if view.whole:  # the usual case, and the fastest: nothing is added up
@@ -321,7 +321,7 @@ def _shares(pieces: Axis) -> list[NDArray[np.float64]]:
     return [f / total[p.start : p.stop] for f, p in zip(fades, pieces, strict=True)]
 
 
-MARKED, FAINT = 255, 1
+MARKED, FAINT = 255, 1  # values of `outlined_areas`
 _STRIP_PIXELS = 8_000_000  # pixels of a map that are computed or drawn at once
 _NEAR_HIGHEST = 0.9  # share of the peak to outline if a rejected image reaches no threshold
 _LEAST = 1e-12  # least threshold, so that a map of zeros is never marked
@@ -368,17 +368,13 @@ def strips(size: tuple[int, int]) -> Iterator[slice]:
 
 
 def predicted_mask(anomaly_map: SourceMap, threshold: float) -> NDArray[np.uint8]:
-    """Mask of the defects; each reaches from its peak down to `SourceMap.level`.
+    """Mask (H0, W0) of the defects: 255, else 0; each reaches down to `SourceMap.level`.
 
     Args:
         anomaly_map: the anomaly map; NaN isn't marked.
-        threshold: least peak of a defect, in score units.
-
-    Returns:
-        (H0, W0) uint8: 255 where marked, else 0.
+        threshold: value that a defect's peak exceeds, in score units.
     """
-    (mask,) = _masks(anomaly_map, [threshold])
-    return mask
+    return _masks(anomaly_map, [threshold])[0]
 
 
 def highest(anomaly_map: SourceMap) -> float:
@@ -398,6 +394,7 @@ def _masks(anomaly_map: SourceMap, thresholds: Sequence[float]) -> list[NDArray[
         values = anomaly_map(strip)
         for mask, threshold, level in reached:
             if (values > level.scores.min()).any():  # else nothing can be above the level
+                # 1 for the extent of a defect, 2 for its peak.
                 mask[strip] = np.where(values > level(strip), 1 + (values > threshold), 0)
     for mask, _, _ in reached:
         _keep_with_peaks(mask)
@@ -434,7 +431,7 @@ def outlined_areas(
     lowest = threshold if review is None else min(review, threshold)
     if rejected and (peak := highest(anomaly_map)) <= lowest:
         lowest = _NEAR_HIGHEST * peak
-    limits = list(dict.fromkeys((threshold, max(lowest, _LEAST))))
+    limits = list(dict.fromkeys((threshold, max(lowest, _LEAST))))  # without duplicates
     areas = np.zeros(anomaly_map.view.source, np.uint8)
     for limit, mask in zip(limits, _masks(anomaly_map, limits), strict=True):
         areas |= mask & np.uint8(MARKED if limit == threshold else FAINT)
@@ -442,12 +439,7 @@ def outlined_areas(
 
 
 def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[MarkedRegion, ...]:
-    """8-connected regions of a predicted mask, the highest peak first.
-
-    Args:
-        mask: (H0, W0) uint8, 0 where nothing is marked.
-        anomaly_map: anomaly map of the mask.
-    """
+    """8-connected regions of a map's predicted mask (H0, W0), the highest peak first."""
     rows = np.flatnonzero(mask.any(axis=1))
     if not len(rows):
         return ()
@@ -459,8 +451,7 @@ def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[Mar
     uncertainties = round(patch_width, 2), round(patch_height, 2)
     regions = []
     _background, *facts = zip(boxes.tolist(), peaks.tolist(), places.tolist(), strict=True)
-    for label, (statistics, peak, (row, column)) in enumerate(facts, 1):
-        x, y, width, height, area = statistics
+    for label, ((x, y, width, height, area), peak, (row, column)) in enumerate(facts, 1):
         sides = _box_sides(labels[y : y + height, x : x + width] == label)
         box = x, top + y, width, height
         regions.append(MarkedRegion(*box, area, peak, column, row, *uncertainties, *sides))

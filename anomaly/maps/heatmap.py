@@ -102,15 +102,8 @@ def _tint(picture: RgbImage, anomaly_map: NDArray[np.float32], threshold: float)
 
 
 def _outline(picture: RgbImage, area: NDArray[np.bool_], width: int, opacity: float = 1.0) -> None:
-    """Draw a white line with dark edges along the border of an area, in place.
-
-    Args:
-        picture: (H, W, 3) RGB.
-        area: mask (H, W).
-        width: width of the white line, in pixels.
-        opacity: 1 covers the picture.
-    """
-    edged = width + 2 * max(1, width // 3)
+    """Draw a white line of `width` pixels along the border of an area (H, W), in place."""
+    edged = width + 2 * max(1, width // 3)  # with the line's dark edges
     box = _around(area, edged)
     if box is None:
         return
@@ -148,11 +141,7 @@ def layer(anomaly_map: NDArray[np.float32], threshold: float) -> RgbImage:
 
 
 def outlines(area: NDArray[np.bool_]) -> list[NDArray[np.int32]]:
-    """Corners (n, 1, 2) as (x, y) of closed lines around the True parts of a mask and their holes.
-
-    Args:
-        area: mask (H, W).
-    """
+    """Corners (n, 1, 2), (x, y), of closed lines around an area (H, W) and around its holes."""
     lines, _ = cv2.findContours(area.astype(np.uint8), cv2.RETR_LIST, cv2.CHAIN_APPROX_SIMPLE)
     return [np.asarray(line, np.int32) for line in lines]
 
@@ -249,7 +238,7 @@ def thumbnail(picture: NDArray[np.uint8], pixels: int) -> Thumbnail:
 
     Args:
         picture: (H, W, 3) RGB; rows and columns beyond a multiple of the factor are cut off.
-        pixels: most pixels of the copy.
+        pixels: most pixels of the copy; a long strip, which keeps a row or column, may have more.
     """
     height, width = picture.shape[:2]
     step = max(1, min(math.ceil(math.sqrt(height * width / pixels)), height, width))
@@ -260,16 +249,22 @@ def thumbnail(picture: NDArray[np.uint8], pixels: int) -> Thumbnail:
     return Thumbnail(jpeg(cv2.cvtColor(picture, cv2.COLOR_RGB2BGR)), size, (width, height))
 
 
-_PHOTOGRAPH_PIXELS = 4_000_000
+_PHOTOGRAPH_PIXELS = 4_000_000  # most pixels of a `photograph`
 
 
 def photograph(file: bytes, decoding: Decoding) -> bytes:
-    """An image file as a JPEG for browsers, reduced by a whole factor."""
+    """An image file's bytes as a JPEG for browsers, reduced by a whole factor.
+
+    Raises:
+        ImageError: `unreadable` or `unsupported`.
+    """
     return thumbnail(display(read_image(file, decoding)), _PHOTOGRAPH_PIXELS).photo
 
 
 def pixels_for(pictures: int, together: int) -> int:
     """Most pixels of each picture on a page, so that a page of many pictures stays small.
+
+    At least 9,216, even if very many pictures then exceed `together`; at most 2 million.
 
     Args:
         pictures: number of pictures on the page.
@@ -284,10 +279,10 @@ def jpeg(picture: NDArray[np.generic]) -> bytes:
 
 
 def encoded(kind: str, picture: NDArray[np.generic], *settings: int) -> bytes:
-    """A picture as an image file's bytes.
+    """Bytes of an image file of a picture.
 
     Args:
-        kind: suffix of the file's format, with the dot.
+        kind: the file's suffix, with the dot.
         picture: (H, W), (H, W, 3) or (H, W, 4), blue first.
         settings: OpenCV's settings, each number followed by its value.
 
@@ -306,12 +301,13 @@ class Thumbnails:
     Images with a reason for review matter most, then those with the highest scores.
 
     Args:
-        images: most images of the run.
+        images: number of images of the run, if it is known.
     """
 
     def __init__(self, images: int = SHOWN) -> None:
-        self.pixels = pixels_for(min(images, SHOWN), _PIXELS)
-        self._of: dict[str, Thumbnail] = {}
+        self.pixels = pixels_for(min(images, SHOWN), _PIXELS)  # most pixels of each heatmap
+        self._by_name: dict[str, Thumbnail] = {}
+        # A heap, the least first: flagged, score, minus the order of arrival, name.
         self._ranked: list[tuple[bool, float, int, str]] = []
         self._number = count()
 
@@ -324,11 +320,11 @@ class Thumbnails:
             score: the image score.
             small: small copy of the heatmap.
         """
-        self._of[heatmap] = small
+        self._by_name[heatmap] = small
         heapq.heappush(self._ranked, (flagged, score, -next(self._number), heatmap))
         if len(self._ranked) > SHOWN:
-            self._of.pop(heapq.heappop(self._ranked)[-1], None)
+            self._by_name.pop(heapq.heappop(self._ranked)[-1], None)
 
     def get(self, heatmap: str) -> Thumbnail | None:
         """Small copy of a heatmap by its file's name; None if it was dropped or never kept."""
-        return self._of.get(heatmap)
+        return self._by_name.get(heatmap)
