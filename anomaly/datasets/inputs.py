@@ -28,7 +28,7 @@ from anomaly.imaging.read import is_folder, is_image, list_files
 
 log = logging.getLogger(__name__)
 
-# Columns of a list of a data set, and of one of images to score.
+# Columns of a data set's list, and of one of images to score.
 _LISTED, _SCORED = ("path", "label", "mask", "split", "group"), ("path", "group")
 _OURS = (".png", ".tiff")  # suffixes of the pictures that `infer` writes
 
@@ -159,7 +159,8 @@ def open_list(file: Path) -> Dataset:
     """
     rows = list(_rows(file, _LISTED, ("path",)))
     columns = {column for _, row in rows for column in row}
-    if others := "label" not in columns and sorted(columns - {*_LISTED, ""}):
+    others = sorted(columns - {*_LISTED, ""})
+    if others and "label" not in columns:
         raise DataError(
             f"{file} has no column `label`, but {' and '.join(others)}: if one says which "
             "images are good, rename it to `label`, else remove it"

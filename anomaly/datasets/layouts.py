@@ -52,7 +52,7 @@ def open_dataset(layout: str, root: str | Path | None, category: str | None = No
     Args:
         layout: a key of `FORMATS`; docs/own-data.md shows what each looks like.
         root: the folder of the data set, or of its categories; with `csv`, the list or its folder.
-        category: a folder (or list) inside `root`; None for `root` itself.
+        category: folder (or list) in `root`; None for `root` itself.
 
     Raises:
         DataError: the layout is unknown, something is missing or mistaken, or no image trains.
@@ -172,7 +172,8 @@ def open_by_names(
     if unclear := [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]:
         raise undecided(folder, [_say_folder(inner) for inner in unclear])
     files = list_images(folder)
-    finder, samples = Masks(files), list[tuple[str, Sample]]()
+    finder = Masks(files)
+    samples = list[tuple[str, Sample]]()
     for path in without_masks(files):
         inner = path.parent.relative_to(folder)
         sample = Sample(path, path.relative_to(folder).as_posix())
@@ -255,7 +256,7 @@ def recognise(
     """The layout that a folder, or a list of images, is read as.
 
     Args:
-        place: the folder or list, as a user named it.
+        place: as a user named it.
         layout: the user's choice; None recognises it.
         ask: shows a question and returns a person's answer, or raises EOFError; None for nobody.
 

@@ -204,7 +204,8 @@ def check_names(images: Sequence[Path], folder: Path, wanted: Label) -> None:
     Good images may lie in folders of good names, or of numbers, lots and cameras; where some lie in
     a folder that is named as good, all have to.
     """
-    top, holding = absolute(folder), {absolute(image.parent) for image in images}
+    top = absolute(folder)
+    holding = {absolute(image.parent) for image in images}
     folders = {f for inner in holding for f in (inner, *inner.parents) if f.is_relative_to(top)}
     labels = {f: label_of(f.name) for f in folders}
     if "other" in _kinds(top.name) or labels.get(top) not in {*CLEAR, Label.ASIDE}:

@@ -105,8 +105,9 @@ def load_model(
     try:
         statistics, reference = None, None
         if (folder / STATISTICS).is_file():
-            tensors, images = read_tensors(folder / STATISTICS), len(manifest["training_images"])
-            statistics = TrainingStatistics.from_tensors(tensors, images)
+            tensors = read_tensors(folder / STATISTICS)
+            n_images = len(manifest["training_images"])
+            statistics = TrainingStatistics.from_tensors(tensors, n_images)
         if (align := config.image.align) != "none":
             tensors = read_tensors(folder / REFERENCE)
             reference = Reference.from_tensors(tensors, rigid=align == "rigid")

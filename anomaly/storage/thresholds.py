@@ -16,11 +16,7 @@ from anomaly.calibration.thresholds import GoodScores, Threshold, Thresholds
 from anomaly.errors import DataError, ModelError
 from anomaly.files.writing import as_json, from_json
 from anomaly.runtime import __version__
-from anomaly.storage.folder import (
-    AGAIN,
-    HISTORY,
-    checked,
-)
+from anomaly.storage.folder import AGAIN, HISTORY, checked
 
 if TYPE_CHECKING:
     from anomaly.scoring.model import Model
