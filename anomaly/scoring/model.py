@@ -456,9 +456,9 @@ class Model(ImageStages):
 
     def review_reason(self, view: View, statistics: ImageStatistics) -> str:
         """Reason for review of a whole image whatever its score; empty without one."""
-        pose, learned = view.pose, self.training_statistics
+        learned = self.training_statistics
         # Without a pose, parts weren't aligned, and the region can't have moved.
-        reasons = ["" if pose is None else pose.reason or self.uninspected(view)]
+        reasons = ["" if view.pose is None else view.pose.reason or self.uninspected(view)]
         if statistics.blank or learned is None:
             reasons.append(statistics.blank)
         else:
@@ -659,7 +659,8 @@ def image_scores(scores: Array, maps: Array, formula: str, top: int | None = Non
     if formula == "map_top_relative":
         best = image_scores(scores, maps, "map_top_percent", top)
         return best / _medians(scores).clip(float(np.finfo(np.float32).tiny))
-    xp, values = module_of(scores), maps if formula.startswith("map_") else scores
+    xp = module_of(scores)
+    values = maps if formula.startswith("map_") else scores
     flat = values.reshape(values.shape[0], -1)
     flat = xp.where(xp.isnan(flat), -math.inf, flat)
     return _top_means(flat, top) if formula.endswith("top_percent") else xp.amax(flat, 1)

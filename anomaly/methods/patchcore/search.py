@@ -71,9 +71,8 @@ class NearestNeighbors:
 
     def __init__(self, bank: Array, method: str = "exact", index: ExactIndex | None = None) -> None:
         self._bank = bank
-        self._index: ExactIndex | FaissIndex
         if index is not None or method == "exact":
-            self._index = index or ExactIndex(bank, is_screened(bank))
+            self._index: ExactIndex | FaissIndex = index or ExactIndex(bank, is_screened(bank))
         else:
             exact = ExactIndex(bank, screened=False) if method == "faiss" else None
             self._index = FaissIndex(bank, exact)
@@ -163,27 +162,28 @@ class ExactIndex:
 
     def _nearest(self, queries: Array, k: int, screen: Screen | None) -> Array:
         """Indices (Q, k) of vectors nearest to queries (Q, D); -1: a screen excludes too few."""
-        xp, bank, centred = module_of(queries), self._bank, queries - self._mean
+        xp = module_of(queries)
+        centred = queries - self._mean
         moved: Array = 0.0  # length by which rounding moves vectors
         if screen is None:
-            bounds = _half_squared_distances(centred, bank, self._mean)
+            bounds = _half_squared_distances(centred, self._bank, self._mean)
         else:
             bounds, moved = screen.bounds(centred)
         # The k vectors with the least bounds are measured.
-        every = like(np.arange(len(queries)), queries)
-        rows = xp.concatenate([every] * k)
-        columns = xp.concatenate([_take_least(bounds, every) for _ in range(k)])
-        squared = _squared_distances(queries, bank, rows, columns)
+        all_rows = like(np.arange(len(queries)), queries)
+        rows = xp.concatenate([all_rows] * k)
+        columns = xp.concatenate([_take_least(bounds, all_rows) for _ in range(k)])
+        squared = _squared_distances(queries, self._bank, rows, columns)
         farthest = xp.amax(squared.reshape(k, -1), 0)
         rounding = _ROUNDING * (_squared_norms(centred) + farthest)
         # All others with bounds, half squared distances, up to the farthest of these are measured.
         limits = ((xp.sqrt(farthest) + moved) ** 2 + rounding) / 2
         more_rows, more_columns = _places(bounds <= limits[:, None])
         counts = xp.bincount(more_rows, minlength=len(queries))
-        undecided = counts > (_MANY if screen else 1) * len(bank)
+        undecided = counts > (_MANY if screen else 1) * len(self._bank)
         decided = ~undecided[more_rows]
         more_rows, more_columns = more_rows[decided], more_columns[decided]
-        more = _squared_distances(queries, bank, more_rows, more_columns)
+        more = _squared_distances(queries, self._bank, more_rows, more_columns)
         rows = xp.concatenate([rows, more_rows])
         columns = xp.concatenate([columns, more_columns])
         nearest = columns[_lowest_of_each(rows, xp.concatenate([squared, more]), k)]
@@ -291,9 +291,8 @@ class FaissIndex:
         vectors = np.ascontiguousarray(as_numpy(bank) - self._mean)
         self._exact = exact
         self._farthest = float(_squared_norms(vectors).max())
-        self._index: Any
         if exact is None:
-            self._index = _inverted(vectors)
+            self._index: Any = _inverted(vectors)
         else:
             self._index = faiss.IndexFlatL2(vectors.shape[1])
             self._index.add(vectors)
