@@ -470,11 +470,11 @@ class Model(ImageStages):
         """Reason for review if a moved part's `image.region` reaches beyond the photograph.
 
         Half a patch is allowed. Without `image.region` the whole frame counts, and any shift moves
-        a rim of it out of the photograph, in training images, too; then only the pose is limited.
+        a rim of it out of the photograph, in training images, too; then nothing is said.
         """
         if self.region is None or self.region.look is None:
             return ""
-        half = min(self.extractor.strides) / 2
+        half = min(self.extractor.strides) / 2  # half a patch, in pixels of the network's input
         height, width = (half * axis[0].source / axis[0].resized for axis in view.axes)
         across, down = overhang(self.region, view)
         if across <= width and down <= height:

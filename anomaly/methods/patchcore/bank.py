@@ -230,7 +230,6 @@ class MemoryBank(Scorer):
             return least, torch.where(values <= least[..., None], indices, beyond).amin(-1)
 
         def scores(embeddings: Tensor) -> tuple[Tensor, Tensor]:
-            """Patch scores (B, h, w) and nearest vectors (B, h, w)."""
             patches = embeddings - centre
             least, nearest = nearest_of(patches, 0)
             for start in range(_BLOCK, count, _BLOCK):

@@ -362,7 +362,7 @@ def is_screened(bank: Array) -> bool:
 
 
 def _take_least(bounds: Array, rows: Array) -> Array:
-    """The column (Q,) of each row's lowest bound; that bound is then set to infinity."""
+    """Columns (Q,) of each row's lowest bound (Q, M); it is then set to infinity."""
     columns = bounds.argmin(1)
     bounds[rows, columns] = np.inf
     return columns
@@ -382,11 +382,12 @@ def _lowest_of_each(rows: Array, values: Array, k: int) -> Array:
         values: (n,).
         k: number of values for each row.
     """
-    xp, order = module_of(values), _ascending(values)
-    order = order[_ascending(rows[order])]
-    counts = xp.bincount(rows)
+    # By value, then stably by row: a row's values lie together and still ascend.
+    by_value = _ascending(values)
+    order = by_value[_ascending(rows[by_value])]
+    counts = module_of(values).bincount(rows)
     starts = counts.cumsum(0) - counts
-    return xp.stack([order[starts + place] for place in range(k)], 1)
+    return module_of(values).stack([order[starts + place] for place in range(k)], 1)
 
 
 def _ascending(values: Array) -> Array:
@@ -409,8 +410,8 @@ def _distances_to(bank: Array, queries: Array, candidates: Array) -> Array:
         queries: (Q, D) float32.
         candidates: (Q, k) int64, rows of the bank; k is 1 or more.
     """
-    xp, numbers = module_of(bank), candidates.shape[1] * bank.shape[1]
-    step = max(1, _MEASURED[device_of(bank).type] // max(1, numbers))
+    xp = module_of(bank)
+    step = max(1, _MEASURED[device_of(bank).type] // max(1, candidates.shape[1] * bank.shape[1]))
     blocks = [slice(start, start + step) for start in range(0, len(queries), step)]
     return xp.concatenate(
         [xp.linalg.norm(bank[candidates[b]] - queries[b, None], None, 2) for b in blocks]
