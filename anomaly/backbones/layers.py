@@ -115,9 +115,6 @@ def _run_dry(network: nn.Module, height: int, width: int, run: Callable[[Tensor]
     """Run a network on an image (1, 3, H, W) on the meta device, which has shapes and no values.
 
     `run` is the network itself, or the `run` of a capture that stops the pass early.
-
-    Raises:
-        LayerError: the network doesn't take images of this size.
     """
     try:
         with torch.no_grad(), torch.device("meta"):
@@ -150,8 +147,8 @@ def takes_size(network: nn.Module, height: int, width: int, layers: Sequence[str
 def side_multiple(network: nn.Module, layers: Sequence[str] = ()) -> int | None:
     """32 or else 14: a number whose multiples a network takes as sides of images; None if neither.
 
-    Networks that take squares of one size only have none. A dry run on 7 × 8 times the number shows
-    it, up to the last of the layers, see `takes_size`.
+    Networks that take squares of one size only have none. A dry run on sides of 7 and 8 times the
+    number shows it, up to the last of the layers.
     """
     return next((m for m in (32, 14) if takes_size(network, 7 * m, 8 * m, layers)), None)
 
@@ -353,8 +350,8 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dropped: paths of the modules that the wanted layers don't need.
 
     Raises:
-        LayerError: a layer never runs, runs several times or puts out several tensors, or the
-            network doesn't take images of this size.
+        LayerError: a layer doesn't run exactly once or puts out several tensors, or the network
+            doesn't take this size.
     """
 
     def __init__(self, network: nn.Module, paths: Sequence[str], side: int) -> None:
@@ -421,6 +418,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def pairs(self) -> tuple[ConvNorm, ...]:
         """Paths of each convolution whose output only a batch norm reads, and of that norm."""
+        # `between` is the id of the tensor that a convolution puts out and a norm takes in.
         wanted = {id(output) for output in self.outputs.values()}
         return tuple(
             (self._conv_outputs[between], norm)

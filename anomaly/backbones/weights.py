@@ -41,7 +41,7 @@ def weights_file(weights: str) -> Path | None:
     """The file that `backbone.weights` names, its `~` replaced; None for `imagenet` and `random`.
 
     Raises:
-        WeightsError: no such file, or its suffix is none of a weights file.
+        WeightsError: there is no such file, or its suffix isn't that of a weights file.
         AnomalyError: there is no home folder for its `~`.
     """
     if weights in ("imagenet", "random"):

@@ -380,6 +380,7 @@ def predict(
     def units() -> Iterator[list[NetworkInput]]:
         for batch in batches:
             begun.append(batch)
+            # An empty unit keeps the place of an image that can't be used.
             yield [] if isinstance(batch, UnusableImage) else batch
 
     arguments = model.folder.resolve(), model.device.type, about_model(model)
@@ -526,7 +527,6 @@ class ShardedFeatures(CachedFeatures):
     """Features of training images that workers have computed in shards, and work on.
 
     Attributes:
-        cluster: the cluster that the workers run on.
         workers: actors of `ShardWorker`.
         sources: files or decoded pixels by image number.
         shards: numbers of the usable images of each shard, ascending, and the cluster's reference
@@ -576,9 +576,9 @@ class ShardedFeatures(CachedFeatures):
 
 
 class ShardWorker:
-    """Actor that computes, keeps and reads features; its first call prepares it.
+    """Actor that computes, keeps and reads features.
 
-    The constructor does nothing, so that callers get the errors.
+    Its first call prepares it, so that callers get the errors.
 
     Args:
         setup: all stages but the scorer; its device stands for one of that type on this machine.

@@ -209,7 +209,7 @@ def find_config(path: str | Path) -> Path:
 
 
 def _first_file(name: Path, places: Iterable[Path]) -> Path | None:
-    """The first file in some folders of a name, or without a suffix also of `name.yaml`."""
+    """The first file of a name in some folders; a name without a suffix may lack `.yaml`."""
     names = [name] if name.suffix or not name.name else [name, name.with_suffix(".yaml")]
     files = (place / each for place in places for each in names)
     # Not Path.is_file, which raises for a name that is too long.

@@ -55,7 +55,7 @@ METHODS = {
 
 
 def readers(key: str) -> list[str]:
-    """Methods that read a setting, given by its dotted key, if others don't; empty if all do."""
+    """Names of the methods that read a setting (dotted key), if not all do; empty if all do."""
     section, _, name = key.rpartition(".")
     return [kind for kind, m in METHODS.items() if section == "model" and name in m.settings]
 
