@@ -222,16 +222,16 @@ def _few(run: Run) -> Iterator[Weakness]:
     thresholds = run.model.thresholds
     if thresholds is None or thresholds.label != "calibrated":
         return
-    reject, count = thresholds.to_reject, thresholds.images
+    reject = thresholds.to_reject
     if reject.supported or reject.target is None or thresholds.review < thresholds.image:
         return
     finding = (
-        f"{counted(count, 'good image')} can't guarantee a false-reject rate below "
-        f"{percent(supported_rate(count))}, so there is no review zone."
+        f"{counted(thresholds.images, 'good image')} can't guarantee a false-reject rate below "
+        f"{percent(supported_rate(thresholds.images))}, so there is no review zone."
     )
-    needed, target = images_needed(reject.target), percent(reject.target)
-    remedy = f"Use {needed} images for {target}; a review zone needs 39."
-    if count < LEAST_IMAGES:
+    remedy = f"Use {images_needed(reject.target)} images for {percent(reject.target)}; "
+    remedy += "a review zone needs 39."  # at the default review rate
+    if thresholds.images < LEAST_IMAGES:
         remedy += f" With fewer than {LEAST_IMAGES} another product or a lens cap isn't recognised."
     yield Weakness(finding, remedy)
 
@@ -242,13 +242,14 @@ def _suspects(run: Run) -> Iterator[Weakness]:
     These are odd ones, those that raise a threshold or score far above it, and all that stand out
     if they are three or more; one or two are only in train.json.
     """
-    record, thresholds = run.record, run.model.thresholds
-    if thresholds is None or record["left_out"]:
+    thresholds = run.model.thresholds
+    if thresholds is None or run.record["left_out"]:
         return
-    raised, apart = thresholds.raised_by(), record["stand_out"]
+    raised = thresholds.raised_by()
+    apart = run.record["stand_out"]  # scores by name
     every = raised or len(apart) >= _LEAST_ALIKE
     far = [name for name, score in apart.items() if every or score > _FAR * thresholds.image]
-    names = [*dict.fromkeys([*far, *(name for name, _, _ in raised), *record["odd"]])]
+    names = [*dict.fromkeys([*far, *(name for name, _, _ in raised), *run.record["odd"]])]
     if not names:
         return
     look = "looks" if len(names) == 1 else "look"

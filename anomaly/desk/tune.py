@@ -122,10 +122,10 @@ def possible_changes(config: Config, networks: Sequence[str]) -> list[Change]:
         config: the present settings.
         networks: names of the networks whose weights are at hand.
     """
-    model, with_bank = config.model, readers("model.coreset_ratio")
+    model = config.model
     fits = {
         SCORE: model.smallest_defect is None,  # beside it, no other image score has an effect
-        BANK: model.coreset_ratio < 0.1 and model.kind in with_bank,
+        BANK: model.coreset_ratio < 0.1 and model.kind in readers("model.coreset_ratio"),
         TURNS: not METHODS[model.kind].one_grid and model.turned_copies == "none",
         POSE: config.image.align == "none",
     }
@@ -250,8 +250,10 @@ def _influence(scores: Scores, rate: float) -> Floats:
 
     The sum of their squares is the jackknife's variance.
     """
-    good, order = scores.good, np.argsort(scores.defects)
-    above, count = _good_above(scores)[order], max(len(good) - 1, 1)
+    good = scores.good
+    count = max(len(good) - 1, 1)  # of good images without one
+    order = np.argsort(scores.defects)
+    above = _good_above(scores)[order]
     # Gain of each defect, in rising order of scores, if a good image above it is left out.
     gains = _worths_at((above - 1) / count, rate) - _worths_at(above / count, rate)
     below = np.searchsorted(scores.defects[order], good, side="right")
@@ -545,7 +547,8 @@ class Search:
 
     def _worths(self) -> list[float]:
         """Total worth of the defects by trial, on images that all trials have scored."""
-        rate, common = self.config.calibration.review_rate, self.usable()
+        rate = self.config.calibration.review_rate
+        common = self.usable()
         return [float(worths(trial.scores.only(common), rate).sum()) for trial in self.tried]
 
     def _try_if_it_fits(self, changes: tuple[Change, ...]) -> bool:
@@ -565,8 +568,10 @@ class Search:
 
     def _estimate(self, changes: tuple[Change, ...]) -> float:
         """Expected seconds of a trial, from the stages of the first one."""
-        seconds, new = self.tried[0].seconds, with_changes(self.config, changes)
-        known, features, rest = (y / x for x, y in zip(times(self.config), times(new), strict=True))
+        seconds = self.tried[0].seconds
+        present, changed = times(self.config), times(with_changes(self.config, changes))
+        # Ratios for scoring, features and learning.
+        known, features, rest = (new / old for old, new in zip(present, changed, strict=True))
         network = known * seconds["scoring"] + features * seconds["features"]
         if any(change.axis == NETWORK for change in changes):
             network *= _NETWORK_TIME
@@ -619,10 +624,10 @@ class Tuning:
     @property
     def reason(self) -> str:
         """The reason for the choice, in a sentence or two."""
-        first, parts = self.tried[0], self.judgement.parts
-        defects, caught = len(first.scores.defects), self.caught(first)
-        if parts < LEAST_DEFECTS:
-            return f"your settings stay: {_too_few(parts)}"
+        if self.judgement.parts < LEAST_DEFECTS:
+            return f"your settings stay: {_too_few(self.judgement.parts)}"
+        defects = len(self.tried[0].scores.defects)
+        caught = self.caught(self.tried[0])
         if self.judgement.better:
             cases = round(1000 * max(self.judgement.chance, 1e-3))
             return (
@@ -643,22 +648,19 @@ class Tuning:
     def lines(self) -> list[str]:
         """The table, the choice and its expected rates, for people."""
         rate = percent(self.base.calibration.review_rate)
-        lines = text_table([_HEAD, *map(self._row, self.tried)])
-        lines += [
+        caught, flagged = self.judgement.caught, self.judgement.flagged
+        return [
+            *text_table([_HEAD, *map(self._row, self.tried)]),
             f"defects caught: if {rate} of all good images are flagged; good flagged: good test "
             "images above the threshold that training finds; ms: milliseconds for an image",
             *(f"not tried: {name}: {why}" for name, why in self.skipped.items()),
             "",
             self.reason,
-        ]
-        caught, flagged = self.judgement.caught, self.judgement.flagged
-        lines.append(
             f"expected of new parts: {caught.count} of {caught.images} defects caught "
             f"({caught.interval}), {flagged.count} of {flagged.images} good images flagged "
             f"({flagged.interval}; 95 % confidence), measured on a fifth of the parts at a time "
-            "while the others chose"
-        )
-        return lines
+            "while the others chose",
+        ]
 
     def caught(self, trial: Trial) -> int:
         """Number of known defects caught at the review rate of `base`."""
@@ -734,8 +736,9 @@ def tune(
     if len(parts) < LEAST_DEFECTS:
         raise DataError(_too_few(len(parts)))
     with tempfile.TemporaryDirectory(prefix="anomaly-") as folder:
-        where = device_of(device), Path(folder)
-        search = Search(config, data.train, defects, good, budget, *where, progress)
+        search = Search(
+            config, data.train, defects, good, budget, device_of(device), Path(folder), progress
+        )
         search.run()
     common = search.usable()
     tried = [replace(trial, scores=trial.scores.only(common)) for trial in search.tried]
@@ -748,6 +751,6 @@ def tune(
     ]
     # Among equals, fewer changed values are cheaper.
     costs = [cost(t.config, config) + 1e-3 * sum(len(c.values) for c in t.changes) for t in tried]
-    scores, rate = [trial.scores for trial in tried], config.calibration.review_rate
-    judgement = judge(scores, costs, rate, config.seed, groups)
+    scores = [trial.scores for trial in tried]
+    judgement = judge(scores, costs, config.calibration.review_rate, config.seed, groups)
     return Tuning(config, tuple(tried), search.skipped, judgement)

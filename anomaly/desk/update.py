@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from anomaly.calibration.thresholds import (
     GoodScores,
@@ -69,14 +68,9 @@ def update(
     """
     known = known_parts([model], defects)
     images = new_images(model, good, "good images", known, defects=defects)
-    with tempfile.TemporaryDirectory(prefix=".update-", dir=scratch) as folder:
-        learned = learn(
-            model,
-            images,
-            scratch=Path(folder),
-            include_suspects=include_suspects,
-            progress=progress,
-        )
+    learned = learn(
+        model, images, scratch=scratch, include_suspects=include_suspects, progress=progress
+    )
     for reason in first_of(learned.refused):
         log.warning("skipped: %s", reason)
     verdicts = verdicts_of(model, learned.model, {**known, "past parts": past}, progress=progress)
@@ -97,9 +91,9 @@ def update(
     scored_before = [image for image in score(model, images) if image.sha256 in hashes]
     verdicts_before = _verdict_counts(image.verdict(before) for image in scored_before)
     verdicts_now = _verdict_counts(map(after.verdict, learned.good.image))
-    count = counted(len(learned.good.names), "good image")
+    number = counted(len(learned.good.names), "good image")
     notes = [
-        f"learned {count}; each scored without itself: {verdicts_now}",
+        f"learned {number}; each scored without itself: {verdicts_now}",
         f"before the update: {verdicts_before}",
     ]
     updated = replace(learned.model, changes=changes)
@@ -171,7 +165,7 @@ def learn(
     model: Model,
     samples: Sequence[Sample],
     *,
-    scratch: Path,
+    scratch: Path | None = None,
     include_suspects: bool = False,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Learned:
@@ -187,7 +181,7 @@ def learn(
     Args:
         model: the trained model; it isn't changed.
         samples: good images that the model hasn't learned, each once.
-        scratch: an existing folder for temporary files.
+        scratch: folder for temporary files; None for the system's.
         include_suspects: learn suspects, too.
         progress: called with (stage, done, total).
 
@@ -209,7 +203,10 @@ def learn(
     numbered = dict(enumerate(renamed, len(known)))  # numbers follow those of the known images
     setup = TrainingSetup.of(model)
     images = {i: sample.source for i, sample in numbered.items()}
-    with cached_features(setup, images, scratch, partial(progress, "features")) as patches:
+    with (
+        tempfile.TemporaryDirectory(prefix=".update-", dir=scratch) as folder,
+        cached_features(setup, images, Path(folder), partial(progress, "features")) as patches,
+    ):
         learned = {i: numbered[i] for i in sorted(patches.facts)}
         # The first trial, with all images, finds the suspects; a second one learns without them.
         new, good = _trial(model, setup.fitter, patches, learned, progress)
@@ -286,15 +283,15 @@ def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
         limit: the present reject threshold.
         rate: the false-reject rate asked for.
     """
-    order = np.argsort(-np.array(new.image), kind="stable").tolist()
-    scores = [new.image[i] for i in order]
-    count = 0
-    for k in range((len(order) + 1) // 2):
+    ranked = sorted(zip(new.names, new.image, strict=True), key=lambda row: -row[1])
+    scores = [score for _, score in ranked]
+    suspects = 0
+    for k in range((len(scores) + 1) // 2):
         rest = scores[k + 1 :]
         of_rest = threshold_for_false_reject_rate(rest, rate).value if rest else limit
         if scores[k] > _SUSPECT_FACTOR * max(limit, of_rest):
-            count = k + 1
-    return {new.names[i]: new.image[i] for i in order[:count]}
+            suspects = k + 1
+    return dict(ranked[:suspects])
 
 
 def lineage(model: Model) -> frozenset[str]:
@@ -305,12 +302,10 @@ def lineage(model: Model) -> frozenset[str]:
 
 def unique_names(names: Iterable[str], taken: Iterable[str]) -> list[str]:
     """Names that differ from each other and from used ones: `3/x.png` is the third x.png."""
-    used, result = set(taken), []
+    used = set(taken)
+    result = []
     for name in names:
-        unique, number = name, 1
-        while unique in used:
-            number += 1
-            unique = f"{number}/{name}"
-        used.add(unique)
-        result.append(unique)
+        numbered = (f"{number}/{name}" for number in count(2))
+        result.append(next(free for free in chain([name], numbered) if free not in used))
+        used.add(result[-1])
     return result

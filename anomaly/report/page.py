@@ -79,7 +79,9 @@ def page(
         scripts: names of assets, in order; they share one module.
         data: values that the scripts read from the element `data`; None for a page without scripts.
     """
-    style, code, elements = "".join(map(asset, styles)), "".join(map(asset, scripts)), ""
+    style = "".join(map(asset, styles))
+    code = "".join(map(asset, scripts))
+    elements = ""
     if data is not None:
         elements = f'<script type="application/json" id="data">{embedded(data)}</script>\n'
         elements += f'<script type="module">{code}</script>\n'
@@ -334,7 +336,8 @@ def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[st
         all_good: True where people have labelled all images good; advice is left out then, as it
             would ask to look at them.
     """
-    values, thresholds = np.asarray(scores), model.thresholds
+    values = np.asarray(scores)
+    thresholds = model.thresholds
     if thresholds is None or not len(values):
         return {"head": [], "rows": [], "line": ""}
     limits = {"flagged": thresholds.to_review, "rejected": thresholds.to_reject}

@@ -299,8 +299,7 @@ def report_html(category: Category) -> str:
         if row.score is None
     ]
     numbers = f"{evaluation.n_good} good and {evaluation.n_defect} defective test images"
-    usual = [(row, score) for row, score in evaluation.usable if not row.reason]
-    good = [score for row, score in usual if not row.sample.is_defect]
+    good = [score for row, score in evaluation.usable if not (row.reason or row.sample.is_defect)]
     trained = category.training.get("time")
     provenance = {
         "evaluated": category.date,
@@ -388,7 +387,8 @@ def _facts(category: Category) -> dict[str, dict[str, Any]]:
 
 def optimism_warning(evaluation: Evaluation) -> str:
     """A warning that test images were used to choose settings or thresholds; empty if none were."""
-    limits, images = evaluation.thresholds, len(evaluation.scored)
+    limits = evaluation.thresholds
+    images = len(evaluation.scored)
     notes = []
     if count := evaluation.n_settings_images:
         notes.append(
