@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -79,13 +80,37 @@ def checked(values: Any, kind: type[_T], file: Path) -> _T:
         raise ModelError(f"{file}: {where} is missing, or its value is wrong; {AGAIN}") from None
 
 
+@dataclass(frozen=True)
+class _Layout:
+    axes: str
+    stride: int
+
+
+@dataclass(frozen=True)
+class _Network:
+    layouts: list[_Layout]
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """The values that every reader of a manifest relies on; it has more."""
+
+    aspect: float | None
+    backbone: _Network
+    files: dict[str, dict[str, Any]]
+    training_images: dict[str, str]
+    refused_images: dict[str, int]
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """A model's manifest: its origin, files and network; the files aren't looked at.
 
     Raises:
         ModelError: the manifest can't be read, was changed, or has another format.
     """
-    return read_sealed(folder / MANIFEST)
+    values = read_sealed(folder / MANIFEST)
+    checked(values, _Manifest, folder / MANIFEST)
+    return values
 
 
 def read_sealed(file: Path) -> dict[str, Any]:
