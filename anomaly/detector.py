@@ -42,12 +42,12 @@ TrainingImages: TypeAlias = "str | os.PathLike[str] | Dataset | Iterable[ImageLi
 
 
 @contextmanager
-def _extra_train(user: str) -> Iterator[None]:
+def _extra_train(name: str) -> Iterator[None]:
     """Replace a failed import of torch in the block by an error of `needs_training`."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise needs_training(user, error) from None
+        raise needs_training(name, error) from None
 
 
 @dataclass(frozen=True, eq=False)

@@ -155,11 +155,11 @@ def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list
 _TRAINING = ("torch", "torchvision", "timm", "faiss")
 
 
-def needs_training(user: str, error: ModuleNotFoundError) -> AnomalyError:
+def needs_training(name: str, error: ModuleNotFoundError) -> AnomalyError:
     """The error to raise if a package of the extra `train` isn't installed; says how to install it.
 
     Args:
-        user: the command, public name or model that needs the package, for the message.
+        name: command, public name or model that needs the package, for the message.
         error: the failed import.
 
     Raises:
@@ -169,7 +169,7 @@ def needs_training(user: str, error: ModuleNotFoundError) -> AnomalyError:
     if package not in _TRAINING:
         raise error
     return AnomalyError(
-        f"{user} needs {package}, which isn't installed: pip install 'anomaly[train]' (exported "
+        f"{name} needs {package}, which isn't installed: pip install 'anomaly[train]' (exported "
         "models are scored without it)"
     )
 

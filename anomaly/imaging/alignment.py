@@ -318,7 +318,10 @@ class Reference:
         return float(fits[rows[:, None] | columns].max() / max(fits[0, 0], 1e-6))
 
     def _doubt(self, share: Motion, correlation: float) -> str:
-        """Reason not to trust a motion (radians, shares of width and height); empty for none."""
+        """Reason not to trust a pose, for a person; empty for a trusted one.
+
+        `share` is its motion, in radians and shares of width and height.
+        """
         if correlation < self.least:
             return (
                 "the part's pose can't be found: it matches the training images by "

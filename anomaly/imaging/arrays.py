@@ -81,6 +81,7 @@ class ArrayImage:
     layout: AxisOrder | None = None
 
     def __post_init__(self) -> None:
+        # A message names all but None, which comes first.
         choices = {"channels": (None, "rgb", "bgr"), "layout": (*_AXES,)}
         for name, legal in choices.items():
             if (value := getattr(self, name)) not in legal:

@@ -149,7 +149,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def _directories(data: bytes) -> Iterator[Tags]:
-    """Integers of a TIFF's directories, in linked order, each read when asked for; may loop.
+    """Integers of a TIFF's directories, each read when asked for; their links may form a loop.
 
     Raises:
         ImageError: `unreadable`: a directory or its values lie beyond the end, or it isn't TIFF.

@@ -146,7 +146,7 @@ class Decoders:
             arguments: arguments of `pictures.write` behind the image.
 
         Returns:
-            The result of `pictures.write`, once the pictures are on disk; `UnusableImage` if the
+            Future result of `pictures.write`, once the pictures are on disk; `UnusableImage` if the
             file can't be read any more, can't be drawn, or crashes its process. The future raises
             OutputError if the pictures can't be written.
         """
@@ -205,7 +205,7 @@ def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
 def warm_up(images: int) -> None:
     """Start the processes that so many images need, while this process has other work."""
     for process in _processes()[:images]:
-        process.submit(process.start)
+        process.submit(process.started)
 
 
 def rest() -> None:
@@ -281,7 +281,7 @@ class _DecoderProcess:
             Exception: an error of the method that isn't the image's fault.
         """
         for _ in range(_ATTEMPTS):
-            if (child := self.start()) is None:
+            if (child := self.started()) is None:
                 self._over = _ABANDONED
                 break
             try:
@@ -339,7 +339,7 @@ class _DecoderProcess:
         self._thread.shutdown(cancel_futures=True)
         self.stop()
 
-    def start(self) -> subprocess.Popen[bytes] | None:
+    def started(self) -> subprocess.Popen[bytes] | None:
         """The running process, started if there is none; None once this was closed."""
         with self._lock:
             if self._child is None and not self._closed:
@@ -502,7 +502,7 @@ class Worker:
         return function(*arguments)
 
     def load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
-        """Load an image; keep it if it is to be drawn, hand it over if asked to or cut in tiles."""
+        """Load an image; keep it to draw it later, and hand it over if asked to or if in tiles."""
         loaded = load(index, source, self._task.loading, looks=self._task.looks)
         if isinstance(loaded, UnusableImage):
             return loaded

@@ -68,8 +68,8 @@ class SourceMap:
             strip: rows of the map; None for all.
 
         Returns:
-            (H0, W0) or (rows, W0) float32; NaN where a crop hid the image from the network, and
-            outside the region that counts.
+            (H0, W0) or (rows, W0) float32; NaN where a crop hid the image from the network, far
+            from patches that count, and outside the region.
         """
         if self.values is not None:
             return self.values if strip is None else self.values[strip]
@@ -197,11 +197,8 @@ def source_map(
 ) -> NDArray[np.float32]:
     """Anomaly map of one image in its own pixels.
 
-    Args:
-        scores: patch scores (h, w); with tiles, of their mosaic. NaN doesn't count.
-        view: geometry from the image to the network's input.
-        smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
-        strip: rows of the original image to compute; None for all.
+    `scores`, `view` and `smoothing` are those of a `SourceMap`; `strip` is the rows of the image to
+    compute, None for all.
 
     Returns:
         (H0, W0) or (rows, W0) float32 in score units; NaN where a crop hid the image from the
@@ -219,7 +216,7 @@ def source_map(
 
 
 @lru_cache(maxsize=64)
-def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np.float32]:
+def upsampling_matrix(patches: int, size: int, smoothing: float) -> NDArray[np.float32]:
     """Matrix (size, patches) from an axis of the patch grid to an axis of the network map.
 
     Its rows sum to 1; `smoothing` is the standard deviation of the Gaussian in network pixels.
@@ -261,7 +258,7 @@ def _blocks(
     blocks = []
     for number, (axis, share) in enumerate(zip(pieces, _shares(pieces), strict=True)):
         positions = axis.to_network(np.arange(axis.start, axis.stop, dtype=np.float64) + 0.5)
-        smooth = upsample_and_smooth(count, axis.size, smoothing).astype(np.float64)
+        smooth = upsampling_matrix(count, axis.size, smoothing).astype(np.float64)
         block = (share[:, None] * interpolated(positions, smooth)).astype(np.float32)
         visible = axis.visible()
         block[: visible.start - axis.start] = np.nan

@@ -123,7 +123,7 @@ def _around(area: NDArray[np.bool_], margin: int = 0) -> tuple[slice, slice] | N
     return rows, slice(max(0, left - margin), left + width + margin)
 
 
-def layer(anomaly_map: NDArray[np.float32], threshold: float) -> RgbImage:
+def overlay(anomaly_map: NDArray[np.float32], threshold: float) -> NDArray[np.uint8]:
     """Colours of a heatmap alone; laid over a picture with `OPACITY`, they look like `heatmap`.
 
     Args:

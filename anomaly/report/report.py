@@ -26,7 +26,7 @@ from anomaly.evaluation.metrics import NO_DEFECT_MASKS, NO_MASKS, Confusion
 from anomaly.files.tables import csv_rows, csv_text, text_table
 from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.maps.anomaly_map import predicted_mask
-from anomaly.maps.heatmap import QUALITY, display, encoded, layer, outlines, pixels_for, thumbnail
+from anomaly.maps.heatmap import QUALITY, display, encoded, outlines, overlay, pixels_for, thumbnail
 from anomaly.report.page import (
     About,
     asset,
@@ -267,7 +267,7 @@ def _heat(anomaly_map: NDArray[np.float32], threshold: float) -> bytes:
     scale = min(1.0, _HEAT_SIDE / max(height, width))
     size = max(1, round(width * scale)), max(1, round(height * scale))
     small = np.asarray(cv2.resize(anomaly_map, size, interpolation=cv2.INTER_AREA), np.float32)
-    colours = layer(small, threshold)  # RGBA, which OpenCV wants as BGRA
+    colours = overlay(small, threshold)  # RGBA, which OpenCV wants as BGRA
     if not colours[..., 3].any():
         return b""
     return encoded(".webp", colours[..., [2, 1, 0, 3]], cv2.IMWRITE_WEBP_QUALITY, QUALITY)

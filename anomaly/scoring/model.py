@@ -44,7 +44,7 @@ from anomaly.maps.anomaly_map import (
     highest,
     marked_regions,
     predicted_mask,
-    upsample_and_smooth,
+    upsampling_matrix,
     without_halo,
 )
 from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
@@ -624,8 +624,8 @@ def network_map(
         doesn't count.
     """
     height, width = scores.shape[1:]
-    rows = like(upsample_and_smooth(height, size[0], smoothing), scores)
-    columns = like(upsample_and_smooth(width, size[1], smoothing), scores).T
+    rows = like(upsampling_matrix(height, size[0], smoothing), scores)
+    columns = like(upsampling_matrix(width, size[1], smoothing), scores).T
     if inside is None:
         return rows @ scores @ columns
     where = module_of(scores).where

@@ -9,7 +9,7 @@ from pixel_map import pixel_map
 
 from anomaly.imaging.read import Image
 from anomaly.maps import anomaly_map as map_module
-from anomaly.maps.heatmap import OPACITY, colour_stops, display, encode_png, heatmap, layer
+from anomaly.maps.heatmap import OPACITY, colour_stops, display, encode_png, heatmap, overlay
 
 
 def _grey(height: int, width: int) -> np.ndarray:
@@ -116,12 +116,12 @@ def test_the_layer_over_the_picture_is_the_overlay() -> None:
     rng = np.random.default_rng(1)
     picture = rng.integers(0, 256, (50, 70, 3), dtype=np.uint8)
     anomaly_map = rng.uniform(0, 0.99, (50, 70)).astype(np.float32)
-    rgba = layer(anomaly_map, 1.0).astype(np.float64)
+    rgba = overlay(anomaly_map, 1.0).astype(np.float64)
     opacity = rgba[..., 3:] / 255 * OPACITY
     blended = rgba[..., :3] * opacity + picture * (1 - opacity)
     assert np.abs(blended - _drawn(picture, anomaly_map, 1.0)).max() <= 3
     anomaly_map[0, 0] = np.nan
-    assert layer(anomaly_map, 1.0)[0, 0].tolist() == [0, 0, 0, 128]
+    assert overlay(anomaly_map, 1.0)[0, 0].tolist() == [0, 0, 0, 128]
 
 
 @pytest.mark.parametrize("shape", [(13, 17, 3), (13, 17), (1, 5), (9, 1)])
