@@ -342,13 +342,13 @@ def picture_names(
 ) -> list[str]:
     """Relative paths of heatmaps, one for each image, that mirror the inputs' folders.
 
-    No two are equal, even without capitals. Long names are shortened. A folder named like a picture
-    gets a `~`: `x.jpg.png~/` can lie beside `x.jpg.png`, the heatmap of `x.jpg`.
+    That of `x.jpg` is `x.jpg.png`, of `x.png`, `x.png`. No two are equal, even without capitals.
+    Long names are shortened. A folder named like a picture gets a `~`, to lie beside a picture.
 
     Args:
         paths: the image files.
         inputs: files and folders that a user named; empty for the images themselves.
-        exists: returns True if a picture has that name already.
+        exists: returns True for the name of a picture that exists.
         numbers: the last number of each name, kept over calls so that none is tried twice.
     """
     numbers = {} if numbers is None else numbers

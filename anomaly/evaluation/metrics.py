@@ -97,7 +97,7 @@ def _ap_and_f1(
     """Average precision, and the highest F1 of any threshold; both in [0, 1].
 
     Args:
-        labels: (n,) bool, True for what is defective.
+        labels: (n,) bool, True for defective ones.
         scores: (n,) scores.
         weights: (n,) weights of the scores; None for 1 each.
     """
@@ -206,7 +206,7 @@ def image_intervals(
     weights = np.array(counts, np.float64)
     rng = np.random.default_rng(seed)
     flagged, caught = np.cumsum(weights, axis=1)
-    # F1 = 2 · caught / (false rejects + caught + defects)
+    # Scores flagged for the best F1 = 2 · caught / (false rejects + caught + defects)
     best = 1 + int(np.argmax(caught / (flagged + caught + caught[-1])))
     at_once = max(1, _DRAWN_AT_ONCE // weights.shape[1])
     ends = [
@@ -269,7 +269,6 @@ def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floa
 
 
 def _arrays(scores: ArrayLike, labels: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
-    """Scores and labels as arrays (n,)."""
     return np.asarray(scores, np.float64), np.asarray(labels, bool)
 
 
@@ -294,8 +293,7 @@ class Confusion:
     Attributes:
         good: verdicts on good images.
         defective: verdicts on defective images.
-        by_type: verdicts by defect type, in the order of first appearance; good images have the
-            type they were given.
+        by_type: verdicts by type, in order of first appearance; good images have a type, too.
     """
 
     good: VerdictCounts
@@ -348,9 +346,9 @@ _LEAST, _MOST = np.uint64(0x0080_0000), np.uint64(0xFF7F_FFFF)
 class ScoreHistogram:
     """Histograms of scores over the same bins, in bounded memory: 8 · rows · max_bins bytes.
 
-    Bins are as fine as `max_bins` allows over the range of the scores so far: single float32 values
-    at first, then runs of 2, 4, 8 … values. They depend on the lowest and highest score alone, not
-    on the order of the calls.
+    Widening bins takes twice that for a moment. Bins are as fine as `max_bins` allows over the
+    range of the scores so far: single float32 values at first, then runs of 2, 4, 8 … values. They
+    depend on the lowest and highest score alone, not on the order of the calls.
 
     Args:
         rows: number of histograms.
