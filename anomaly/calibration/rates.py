@@ -258,7 +258,7 @@ OUTSIDE = 1e-2
 REACH = 1e-2
 
 
-def placed(value: float, scores: Floats) -> float:
+def in_gap(value: float, scores: Floats) -> float:
     """A threshold in a gap between scores, at or above a value.
 
     Gaps may begin up to `REACH` above the highest score that `value` doesn't flag. The lowest gap

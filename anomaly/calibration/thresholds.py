@@ -26,9 +26,9 @@ from anomaly.calibration.rates import (
     ScoreScale,
     binomial,
     images_needed,
+    in_gap,
     independent_images,
     percent,
-    placed,
     rate_anywhere,
     rate_of,
     rate_showing,
@@ -101,7 +101,7 @@ def threshold_for_false_reject_rate(
 ) -> Threshold:
     """The lowest threshold that rejects at most `target` of good parts, with 95 % confidence.
 
-    It lies in a gap above the order statistic that the bound belongs to, see `placed`; a higher
+    It lies in a gap above the order statistic that the bound belongs to, see `in_gap`; a higher
     threshold keeps the bound, too. If there are too few images to guarantee the target, it lies
     just above their highest score, the strictest place that needs no guess about unseen scores;
     then `supported` is False, and the bounds give the rate that is guaranteed.
@@ -149,10 +149,10 @@ def _checked(scores: ArrayLike, target: float) -> Floats:
 def _above(
     good: Floats, above: int, target: float, kept: Literal["bound", "mean"], groups: int | None
 ) -> Threshold:
-    """The threshold in a gap below the `above` highest of sorted scores; 0 if that is negative."""
-    value = placed(float(good[len(good) - 1 - max(above, 0)]), good)
-    above = int((good > value).sum())
-    rate = rate_of(above, len(good), (above + 1) / (len(good) + 1), groups=groups)
+    """The threshold in a gap below the `above` (at least 0) highest of sorted scores."""
+    value = in_gap(float(good[len(good) - 1 - max(above, 0)]), good)
+    flagged = int((good > value).sum())  # a gap higher up flags fewer
+    rate = rate_of(flagged, len(good), (flagged + 1) / (len(good) + 1), groups=groups)
     return Threshold(value, rate, target, kept)
 
 
@@ -219,7 +219,7 @@ class GoodScores:
     stood_out: int = 0
 
     def rows(self) -> list[Row]:
-        """A row for each image; the SHA-256 is empty if unknown."""
+        """A `Row` for each image; the SHA-256 is empty if unknown."""
         hashes = self.hashes or ("",) * len(self.names)
         return list(zip(self.names, self.image, self.peak, hashes, strict=True))
 

@@ -67,7 +67,7 @@ class ImageStatistics:
         )
 
     def figures(self) -> dict[str, float]:
-        """Brightness and contrast in [0, 1]; sharpness, the ratio of fine detail to contrast."""
+        """Mean brightness; its standard deviation, contrast; detail over contrast, sharpness."""
         count = max(self.pixels, 1.0)
         mean = self.light / count
         contrast = max(self.light_squared / count - mean**2, 0.0) ** 0.5
@@ -187,7 +187,7 @@ class TrainingStatistics:
         seen: lowest and highest brightness, contrast and sharpness of the training images.
         mean: (D,) mean of the training images' mean embeddings.
         variance: (D,) their variance.
-        spread: standard deviation of the patches' embeddings within an image, over all values.
+        spread: standard deviation of the patches' embeddings within an image, over all channels.
         farthest: (K, D) mean embeddings of the training images that are farthest from the others.
         images: number of training images; fewer than `LEAST_IMAGES` judge nothing, but can be
             merged with more.
@@ -202,7 +202,7 @@ class TrainingStatistics:
 
     @classmethod
     def of(cls, statistics: Sequence[ImageStatistics]) -> TrainingStatistics:
-        """Range and spread of at least one training image."""
+        """Statistics of at least one training image."""
         figures = np.array([[*image.figures().values()] for image in statistics])
         values = dict(zip(_LEAST_FACTOR, figures.T.tolist(), strict=True))
         rows = np.stack([image.mean_embedding() for image in statistics])
@@ -220,7 +220,7 @@ class TrainingStatistics:
 
     @property
     def is_reliable(self) -> bool:
-        """True if there were enough training images to judge other images."""
+        """True if there are enough training images to judge others by."""
         return self.images >= LEAST_IMAGES
 
     def merged(self, further: TrainingStatistics) -> TrainingStatistics:
@@ -231,7 +231,7 @@ class TrainingStatistics:
         first, second = self.images, further.images
         count = first + second
         between = np.square(self.mean - further.mean) * first * second / count
-        squares = self.variance * (first - 1) + further.variance * (second - 1) + between
+        scatter = self.variance * (first - 1) + further.variance * (second - 1) + between
         seen = {
             name: (min(low, further.seen[name][0]), max(high, further.seen[name][1]))
             for name, (low, high) in self.seen.items()
@@ -239,7 +239,7 @@ class TrainingStatistics:
         unthinned = TrainingStatistics(
             seen=seen,
             mean=(self.mean * first + further.mean * second) / count,
-            variance=squares / (count - 1),
+            variance=scatter / (count - 1),
             spread=((first * self.spread**2 + second * further.spread**2) / count) ** 0.5,
             farthest=np.concatenate([self.farthest, further.farthest]),
             images=count,
@@ -268,7 +268,7 @@ class TrainingStatistics:
     def deviation(self, image: ImageStatistics, *, turned: bool = False) -> str:
         """A message if an image is far outside the training set; empty otherwise.
 
-        It is empty, too, if there were too few training images to judge.
+        Empty, too, without enough training images to judge.
 
         Args:
             image: statistics of the whole image.
@@ -294,10 +294,7 @@ class TrainingStatistics:
         return ""
 
     def resembles(self, earlier: TrainingStatistics) -> bool:
-        """True if an earlier model of the same network has learned like images.
-
-        True, too, if this one has learned too few to judge.
-        """
+        """True if an earlier model has learned like images, or this one too few to judge."""
         return not self.is_reliable or not self._outlying_embedding(earlier.mean)
 
     def _outlying_embedding(self, embedding: Floats) -> str:

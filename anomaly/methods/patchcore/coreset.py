@@ -77,7 +77,7 @@ class Selection:
 
     Attributes:
         picks: (K,) int64, distinct indices in the order of the picks; places (K, 2) from
-            `select_coreset`, see `placed`.
+            `select_coreset`, see `with_places`.
         covering_radius: no point is farther than this from its nearest pick.
     """
 
@@ -308,14 +308,14 @@ def select_coreset(
         progress: called with (picks done, all of them).
 
     Returns:
-        The picks as places (K, 2), see `placed`, and the covering radius of all points.
+        The picks as places (K, 2), see `with_places`, and the covering radius of all points.
 
     Raises:
         DataError: no patches, or one is NaN or infinite.
     """
     most = coreset_size(patches.count, ratio)
     sample = _Reservoir(memory_limit, most)
-    for points, places in placed(patches.projected(projection)):
+    for points, places in with_places(patches.projected(projection)):
         chances = torch.rand(len(points), generator=generator).to(points.device)
         sample.add(points, places, chances)
     if not sample.count:
@@ -335,7 +335,7 @@ def select_coreset(
     if size == 1:
         return Selection(picks, max(float(part.max()) for part in distances if len(part)))
     farthest = _Reservoir(memory_limit, most)
-    pieces = placed(patches.projected(projection))
+    pieces = with_places(patches.projected(projection))
     for (points, places), priorities in zip(pieces, distances, strict=True):
         farthest.add(points, places, priorities)
     points, places, priorities = farthest.held()
@@ -356,7 +356,7 @@ def _distances(projection: Tensor, centres: Tensor, patches: PatchSet) -> list[T
         return list(torch.split(torch.cat(nearest), lengths)) if nearest else []
 
 
-def placed(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+def with_places(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Points (n, d) with places (n, 2) int64: training image, rank among its patches that count.
 
     Args:
@@ -366,14 +366,14 @@ def placed(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tenso
     for image, points in pieces:
         first = seen.get(image, 0)
         seen[image] = first + len(points)
-        rank = torch.arange(first, seen[image], device=points.device)
-        yield points, torch.stack([torch.full_like(rank, image), rank], 1)
+        ranks = torch.arange(first, seen[image], device=points.device)
+        yield points, torch.stack([torch.full_like(ranks, image), ranks], 1)
 
 
 def in_chunks(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Points and places as from `placed`, joined to at least 131,072 points; fewer at the end."""
+    """Points `with_places`, joined to at least 131,072 points; fewer at the end."""
     held: list[tuple[Tensor, Tensor]] = []
-    for piece in placed(pieces):
+    for piece in with_places(pieces):
         held.append(piece)
         if sum(len(points) for points, _ in held) >= _CHUNK:
             yield _joined(held)
