@@ -75,10 +75,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 def unwritable(file: Path | str, error: OSError, lead: str = "{} can't be written") -> OutputError:
     """`WriteError` to raise if a disk is full, broken or read-only; else a plain `OutputError`.
 
-    Args:
-        file: the file or folder that can't be written.
-        error: the system's refusal.
-        lead: the message's beginning, with `{}` for the file.
+    `lead` is the message's beginning, with `{}` for the file or folder.
     """
     if error.errno not in DISK:
         return OutputError(f"{lead.format(file)}: {why(error)}")

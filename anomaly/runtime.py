@@ -400,7 +400,7 @@ def device_of(device: str | torch.device) -> torch.device:
     if name == "auto":
         name = "cuda" if has_gpu else "cpu"
     chosen = None
-    with suppress(RuntimeError):
+    with suppress(RuntimeError):  # torch knows no such name
         chosen = torch.device(name)
     if chosen is None or chosen.type not in ("cpu", "cuda"):
         raise AnomalyError(f"device {name!r}: give 'auto', 'cpu' or 'cuda'")

@@ -309,6 +309,7 @@ class _DecoderProcess:
         Raises:
             OSError, EOFError, UnpicklingError: the process ended before it had answered.
         """
+        # It was started with pipes.
         assert child.stdin is not None
         assert child.stdout is not None
         self._reading = name != "finish"

@@ -325,7 +325,7 @@ def check_range(pixels: Pixels, full_scale: float) -> None:
     is_float = pixels.dtype.kind == "f"
     if not is_float and full_scale >= np.iinfo(pixels.dtype).max:
         return
-    lowest, highest = float(pixels.min()), float(pixels.max())
+    lowest, highest = float(pixels.min()), float(pixels.max())  # NaN if any pixel is
     if not np.isfinite((lowest, highest)).all():
         raise unsupported("some of its pixels are not a number or infinite")
     if lowest < 0 or highest > full_scale:

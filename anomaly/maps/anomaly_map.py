@@ -181,9 +181,7 @@ def _highest_beside(scores: Array, axis: int) -> Array:
 def _one_pixel_a_patch(view: View, grid: tuple[int, ...]) -> View:
     """View of an image with one pixel for each patch, at the patch's centre, tile by tile.
 
-    Args:
-        view: view of the original image.
-        grid: (h, w) of the patches; with tiles, of their mosaic.
+    `grid` is (h, w) of the patches; with tiles, of their mosaic.
     """
     axes = []
     for tiles, count in zip(view.axes, grid, strict=True):
@@ -337,10 +335,10 @@ class MarkedRegion:
         peak_score: highest value of the anomaly map in the region, in score units.
         peak_x: column of the highest value.
         peak_y: row of the highest value.
-        width_uncertainty: uncertainty of the width: the width of a patch.
-        height_uncertainty: uncertainty of the height: the height of a patch.
-        length: longer side of the narrowest rotated box around the region.
-        thickness: shorter side of that box.
+        width_uncertainty: width of a patch, to 0.01: the box may be off by it.
+        height_uncertainty: height of a patch, likewise.
+        length: longer side of the narrowest rotated box around the region, to 0.01.
+        thickness: shorter side of that box, to 0.01.
     """
 
     x: int
@@ -447,7 +445,8 @@ def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[Mar
     patch_height, patch_width = patch_size(anomaly_map.view, anomaly_map.scores.shape)
     uncertainties = round(patch_width, 2), round(patch_height, 2)
     regions = []
-    _background, *facts = zip(boxes.tolist(), peaks.tolist(), places.tolist(), strict=True)
+    # Region 0 is the background.
+    _, *facts = zip(boxes.tolist(), peaks.tolist(), places.tolist(), strict=True)
     for label, ((x, y, width, height, area), peak, (row, column)) in enumerate(facts, 1):
         sides = _box_sides(labels[y : y + height, x : x + width] == label)
         box = x, top + y, width, height
@@ -458,7 +457,7 @@ def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[Mar
 def _box_sides(region: NDArray[np.bool_]) -> tuple[float, float]:
     """Longer and shorter side of the narrowest rotated box around a region (H, W), in pixels."""
     lines, _ = cv2.findContours(region.view(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
-    sides = cv2.minAreaRect(np.vstack(lines))[1]  # of the pixels' centres
+    sides = cv2.minAreaRect(np.vstack(lines))[1]  # of the pixels' centres, so 1 is added
     return round(max(sides) + 1, 2), round(min(sides) + 1, 2)
 
 

@@ -318,7 +318,7 @@ class Thumbnails:
             heatmap: name of the heatmap's file.
             flagged: the image has a reason for review.
             score: the image score.
-            small: small copy of the heatmap.
+            small: the heatmap.
         """
         self._by_name[heatmap] = small
         heapq.heappush(self._ranked, (flagged, score, -next(self._number), heatmap))
