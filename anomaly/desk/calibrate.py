@@ -185,7 +185,6 @@ def _new_thresholds(
     """The thresholds that are wished for, and sha256 by name of images taken as defects.
 
     `scored` holds good or production images; without any, the model's own good scores count.
-    `known` are known defects.
     """
     if wishes.undo:
         return earlier_thresholds(model), {}
@@ -315,10 +314,10 @@ def thresholds_from_production(
 
     Of n images at most d are defective, wherever they score. So the score that a share r of the
     good ones exceeds lies between those of the ranks r · (n − d) and r · (n − d) + d from above.
-    The review threshold is put between them: half of the d highest images are left out. The scores
-    of known good images have another lot's shape and are no help here (benchmarks/ACCURACY.md).
-    Only the reject threshold, for which so few images say too little, keeps its distance from the
-    review threshold: their ratio is that of the known scores.
+    The review threshold is put between them: half of the d highest images, or one, are left out.
+    The scores of known good images have another lot's shape and don't help here (see
+    benchmarks/ACCURACY.md). Only the reject threshold, for which so few images say too little,
+    keeps its distance from the review threshold: their ratio is that of the known scores.
 
     Args:
         known: scores of known good images, such as the training images.

@@ -184,7 +184,7 @@ def shade(plate: Plate) -> Field:
 def _shadowed(plate: Plate, cover: Field) -> Field:
     """The mat around the plate, darker on the side away from the lamp."""
     x, y = pixel_centres(plate.side)
-    # A quarter of the pixels is plenty for something this soft.
+    # A quarter of the side is plenty for something this soft.
     small = cv2.resize(cover, None, fx=0.25, fy=0.25, interpolation=cv2.INTER_AREA)
     small = cv2.GaussianBlur(small, (0, 0), plate.side * 0.003)
     small = np.roll(small, (round(plate.side * 0.0015), round(plate.side * 0.002)), (0, 1))

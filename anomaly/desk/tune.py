@@ -345,12 +345,8 @@ def _part_numbers(groups: Sequence[Hashable], count: int) -> Numbers:
 def _folds(part_of: Numbers, parts: int, rng: np.random.Generator) -> Iterator[Mask]:
     """The images (n,) of each fifth of the parts, for each division into fifths.
 
-    Fifths differ by one part with defects at most, and by one other part.
-
-    Args:
-        part_of: number of each image's part.
-        parts: number of parts with defects, which have the first numbers.
-        rng: source of randomness.
+    Fifths differ by one part with defects at most, and by one other part. The `parts` parts with
+    defects have the first numbers.
     """
     others = int(part_of.max()) + 1 - parts
     for _ in range(_DIVISIONS):
@@ -377,11 +373,8 @@ def _gains(settings: Sequence[Scores], rate: float, part_of: Numbers, parts: int
 def _cheapest(gains: Floats, costs: Sequence[float]) -> int:
     """Index of the cheapest settings that gain about as much as the best.
 
-    They lie within a standard error of the best, and gain half as much at least.
-
-    Args:
-        gains: (settings, parts), from `_gains`.
-        costs: cost of each candidate.
+    They lie within a standard error of the best, and gain half as much at least. The gains are
+    those of `_gains`, (settings, parts).
     """
     sums = gains.sum(1).round(6)
     best = int(np.argmax(sums))

@@ -274,14 +274,10 @@ def _trial(
 def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
     """Scores, by name, of the images that stand out from the others, the highest first.
 
-    A suspect scores 10 % above both the present reject threshold and the one that all lower scores
-    would give; every image above a suspect is one, too. At most half of the images, rounded up,
-    are suspects: a look that most images share isn't suspicious.
-
-    Args:
-        new: scores of the new images.
-        limit: the present reject threshold.
-        rate: the false-reject rate asked for.
+    A suspect scores over 10 % above both `limit`, the present reject threshold, and the one that
+    all lower scores would give at the same `rate` of false rejects; every image above a suspect is
+    one, too. At most half of the images, rounded up, are suspects: a look that most images share
+    isn't suspicious.
     """
     ranked = sorted(zip(new.names, new.image, strict=True), key=lambda row: -row[1])
     scores = [score for _, score in ranked]

@@ -267,8 +267,7 @@ class About:
 
         It is absolute, so that a command holds in any working directory.
         """
-        exported = self.engine != "torch"
-        return None if exported or not self.folder else Path(self.folder).absolute()
+        return Path(self.folder).absolute() if self.folder and self.engine == "torch" else None
 
 
 def _flattened(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -388,10 +387,13 @@ def gallery_html(
         learned: sha256 of the training images.
     """
     tally = _Tally(learned)
+
+    def priority(numbered: tuple[int, Row]) -> tuple[bool, float]:
+        row = numbered[1]
+        return bool(row.reason), row.image_score or 0.0
+
     # `nlargest` keeps the earlier of equal rows, so the page depends on the rows alone.
-    shown = heapq.nlargest(
-        SHOWN, tally.scored(rows), lambda pair: (bool(pair[1].reason), pair[1].image_score or 0.0)
-    )
+    shown = heapq.nlargest(SHOWN, tally.scored(rows), priority)
     images = [_image(row, output, thumbnails) for _, row in sorted(shown)]
     scores = tally.new + tally.known
     scored = len(scores) + len(tally.odd)
