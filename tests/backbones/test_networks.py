@@ -79,16 +79,6 @@ def test_default_layers_of_families_with_a_layout_or_sizes_of_their_own(name: st
     assert truncate(network, layers).strides == (4, 8, 16)
 
 
-def test_unknown_names_are_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'wide_resnet50_2'"):
-        build("wide_resnet50")
-    network = build("squeezenet1_0")
-    with pytest.raises(
-        ConfigError, match=r"no default layers.*`anomaly layers --backbone squeezenet1_0`"
-    ):
-        default_layers("squeezenet1_0", network, 3)
-
-
 def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) -> None:
     first, sha256 = read_weights("resnet18", "random", 3)
     second, _ = read_weights("resnet18", "random", 3)

@@ -1,6 +1,5 @@
 """Images are shared out among workers that die: in threads here, in Ray's processes elsewhere."""
 
-import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,12 +76,6 @@ def test_images_that_kill_workers_are_found_and_the_others_handled() -> None:
             assert {unit[place] for place in lost} == poison & {*unit}
             assert result == [image for image in unit if image not in poison]
         assert machines.stopped == machines.started
-
-
-def test_workers_that_die_of_nothing_they_were_given_cost_no_image() -> None:
-    rng, units = random.Random(0), _units(30)
-    machines = _Machines(lambda images: len(images) == _SIZE and rng.random() < 0.3)
-    assert [result for result, _ in _shared_out(machines, units)] == [list(u) for u in units]
 
 
 def test_a_unit_that_kills_only_as_a_whole_ends_the_job() -> None:

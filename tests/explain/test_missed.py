@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Command, write_part
+from conftest import Says, write_part
 from scipy.stats import binomtest
 
 import anomaly
@@ -32,44 +32,39 @@ def faint(tmp_path: Path) -> Path:
     return tmp_path / "line" / "faint.png"
 
 
-def explain(command: Command, image: Path, run: Path, *options: object) -> tuple[int, str]:
-    arguments = [image, "--model", run, "--overwrite", *options]
-    code, out, err = command("explain", arguments)
-    return code, out + err
+def arguments(image: Path, run: Path, *options: object) -> list[object]:
+    return [image, "--model", run, "--overwrite", *options]
 
 
 def test_its_catching_threshold_and_what_that_costs(
-    run: Path, faint: Path, tmp_path: Path, command: Command
+    run: Path, faint: Path, tmp_path: Path, says: Says
 ) -> None:
     score = load_model(run, "cpu").predict([faint])[0].score
     good = np.array(json.loads((run / "model" / "calibration.json").read_text())["image"])
-    code, said = explain(command, faint, run, "--output", tmp_path / "why")
+    said = says(0, "explain", arguments(faint, run, "--output", tmp_path / "why"))
     found = re.search(r"review threshold of (\S+) would catch it; of (\d+) .*, (\d+) \(", said)
     assert found, said
     value, images, above = (float(text) for text in found.groups())
-    assert (code, 0.9999 * score < value < score) == (0, True)
+    assert 0.9999 * score < value < score
     assert (images, above) == (len(good), (good > value).sum())
     interval = binomtest(int(above), len(good)).proportion_ci(method="exact")
     assert f", {100 * interval.low:.2g}" in said
     assert f" to {100 * interval.high:.2g} % with 95 % confidence)" in said
 
 
-def test_images_that_arent_missed(
-    run: Path, product: Path, tmp_path: Path, command: Command
-) -> None:
+def test_images_that_arent_missed(run: Path, product: Path, tmp_path: Path, says: Says) -> None:
     spot, learned = product / "test" / "spot" / "000.png", product / "train" / "good" / "003.png"
     where = ["--keep", "--output", tmp_path / "why"]
-    assert "the verdict is reject" in explain(command, spot, run, *where)[1]
-    code, said = explain(command, learned, run, *where)
-    assert (code, "has learned that it is good" in said) == (2, True)
+    assert "the verdict is reject" in says(2, "explain", arguments(spot, run, *where))
+    assert "has learned that it is good" in says(2, "explain", arguments(learned, run, *where))
     assert not (run / "golden").exists()
 
 
 def test_a_kept_one_binds_later_versions(
-    run: Path, faint: Path, tmp_path: Path, command: Command
+    run: Path, faint: Path, tmp_path: Path, says: Says
 ) -> None:
-    code, said = explain(command, faint, run, "--keep", "--output", tmp_path / "why")
-    assert (code, (tmp_path / "why" / "explanation.html").is_file()) == (0, True)
+    said = says(0, "explain", arguments(faint, run, "--keep", "--output", tmp_path / "why"))
+    assert (tmp_path / "why" / "explanation.html").is_file()
     (kept,) = (run / "golden" / "missed").iterdir()
     assert (f"kept as {kept}" in said, sha256_of(kept) == sha256_of(faint)) == (True, True)
     # A second time changes nothing.
@@ -77,21 +72,19 @@ def test_a_kept_one_binds_later_versions(
 
     check = ["--model", run, "--golden", run / "golden"]
     uncaught = f"known defects caught: 0 of 1; not caught yet: missed/{kept.name} ("
-    code, out, _ = command("evaluate", check)
-    assert (code, uncaught in out) == (0, True)
+    assert uncaught in says(0, "evaluate", check)
     update = ["--model", run, "--output", tmp_path / "new", "--good"]
-    code, _, err = command("update", [*update, faint])
-    assert (code, "1 of the test split or known as defects" in err) == (2, True)
+    said = says(2, "update", [*update, faint])
+    assert "1 of the test split or known as defects" in said
     # Once it is caught it may not pass again.
-    for threshold, expected, says in (
+    for threshold, code, verdict in (
         (0.001, 0, "known defects caught: 1 of 1"),
         (9.0, 1, "a known defect that was caught passes"),
     ):
         changed = anomaly.load(run, device="cpu").calibrate(threshold=threshold, force=True)
         changed.save(run / "model", overwrite=True)
-        code, out, _ = command("evaluate", check)
-        assert (code, says in out) == (expected, True)
-        command("evaluate", [*check, "--overwrite"])
+        assert verdict in says(code, "evaluate", check)
+        says(0, "evaluate", [*check, "--overwrite"])
 
 
 def test_other_answers_to_a_missed_defect_are_no_fault() -> None:

@@ -32,13 +32,6 @@ def test_a_strip_of_any_length_is_seen_in_tiles() -> None:
         assert (view.source, max(view.size)) == (size, 256)
 
 
-def test_crop_is_centred() -> None:
-    view = Sizing(256, 224, 256, 16).view((900, 600))
-    assert view.size == (224, 224)
-    assert view.rows[0].visible() == slice(56, 844)  # 16 · 900/256 = 56.25
-    assert view.columns[0].visible() == slice(37, 562)  # 16 · 600/256 = 37.5: pixel 37's centre
-
-
 @pytest.mark.parametrize("size", [(100, 100), (517, 301), (64, 900), (900, 64), (30, 31)])
 def test_render_keeps_a_mark_at_its_place(size: tuple[int, int]) -> None:
     view = Sizing(256, 224, 256, 8).view(size)

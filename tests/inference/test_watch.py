@@ -25,7 +25,7 @@ from anomaly.inference.results import Outputs
 from anomaly.storage.folder import model_id
 
 Happening = Callable[[], object]
-Shift = Callable[..., tuple[int, str, str]]
+Shift = Callable[..., tuple[str, str]]
 
 
 def nothing() -> None:
@@ -63,13 +63,15 @@ def shift(
     command: Command, monkeypatch: pytest.MonkeyPatch, run_folder: Path, tmp_path: Path
 ) -> Shift:
     def run(
-        happenings: Iterable[Happening], *flags: object, output: str = "out"
-    ) -> tuple[int, str, str]:
+        code: int, happenings: Iterable[Happening], *flags: object, output: str = "out"
+    ) -> tuple[str, str]:
         stand_in = StandIn(happenings)
         monkeypatch.setattr(pipeline, "time", stand_in)
         monkeypatch.setattr(infer, "Stopping", lambda: nullcontext(stand_in))
         base = ["--model", run_folder, "--input", tmp_path / "line", "--watch"]
-        return command("infer", [*base, "--output", tmp_path / output, *flags])
+        ended, out, err = command("infer", [*base, "--output", tmp_path / output, *flags])
+        assert ended == code, out + err
+        return out, err
 
     (tmp_path / "line").mkdir()
     return run
@@ -107,8 +109,7 @@ def test_a_shift(shift: Shift, tmp_path: Path) -> None:
         line.rmdir,
         lambda: (tmp_path / "away").rename(line),
     ]
-    code, out, err = shift(happenings, "--write", "heatmaps", "page", "regions", "masks")
-    assert code == 3
+    out, err = shift(3, happenings, "--write", "heatmaps", "page", "regions", "masks")
     assert names(output) == ["there before.png", "half.png", "broken.png", "spot.png"]
     rows = table(output)
     assert [row["verdict"] for row in rows] == ["good", "good", "", "reject"]
@@ -142,8 +143,7 @@ def test_warnings_come_once(shift: Shift, run_folder: Path, tmp_path: Path) -> N
 
     late = arrive(tmp_path / "line", "late.png", mark=(30, 30))
     flags = ["--model", run, "--write", "heatmaps"]
-    code, _, err = shift([nothing, recalibrate, late, nothing], *flags)
-    assert code == 0
+    _, err = shift(0, [nothing, recalibrate, late, nothing], *flags)
     assert err.count("the model in") == 1
     assert f"has changed to {model_id(run / 'model')}" in err
     rows = table(output)
@@ -168,8 +168,7 @@ def test_names_that_are_used_again_and_are_as_long_as_a_file_system_takes(
         nothing,
         arrive(line, "part.png"),
     ]
-    code, _, err = shift(happenings, "--write", "heatmaps", "masks", "maps")
-    assert (code, err) == (0, "")
+    assert shift(0, happenings, "--write", "heatmaps", "masks", "maps")[1] == ""
     rows = [row for row in table(output) if row["path"].endswith("/part.png")]
     assert [row["verdict"] for row in rows] == ["good", "reject", "good"]
     parts = ["heatmaps/part.png", "heatmaps/part~2.png", "heatmaps/part~3.png"]
@@ -189,22 +188,21 @@ def test_results_in_the_folder_that_is_followed(
     write_part(line / "a.png", seed=1)
     (line / ".hidden").mkdir()
     for other in (link, line / ".hidden"):
-        code, _, err = shift([], "--input", other, output="line")
-        assert (code, "which --watch follows; leave it out" in err) == (2, True)
-    code, _, err = shift([nothing] * 4, "--write", "masks", "maps", output="line")
-    assert (code, err) == (0, "")
+        _, err = shift(2, [], "--input", other, output="line")
+        assert "which --watch follows; leave it out" in err
+    assert shift(0, [nothing] * 4, "--write", "masks", "maps", output="line")[1] == ""
     assert names(line) == ["a.png"]
     (line / "readme").touch()
     (line / ".other.png.part").touch()
     for output in ("link/out", "line/../line/out2"):
-        code, _, _ = shift([nothing] * 2, "--write", "heatmaps", output=output)
-        assert (code, names(tmp_path / output)) == (0, ["a.png"]), output
+        shift(0, [nothing] * 2, "--write", "heatmaps", output=output)
+        assert names(tmp_path / output) == ["a.png"], output
     arguments = ["--model", run_folder, "--input", line, "--output", line, "--overwrite"]
     code, _, err = command("infer", arguments)
     own, other = err.splitlines()
     assert (code, "this program's own outputs" in own, "1 file" in other) == (0, True, True)
     assert names(line) == ["a.png"]
-    assert "1 file is skipped" in shift([], "--overwrite", output="line")[2]
+    assert "1 file is skipped" in shift(0, [], "--overwrite", output="line")[1]
     assert (line / ".other.png.part").exists()
 
 
@@ -213,15 +211,15 @@ def test_resumed_after_a_kill(shift: Shift, tmp_path: Path) -> None:
     for i in range(3):
         write_part(line / f"{i}.png", seed=i)
         os.utime(line / f"{i}.png", (i, i))
-    assert shift([arrive(line, "3.png")], "--write", "regions")[0] == 0
+    shift(0, [arrive(line, "3.png")], "--write", "regions")
     table_file = output / "results.jsonl"
     rows, lines = (output / "results.csv").read_bytes(), table_file.read_bytes()
     # A table that somebody has cut isn't grown.
     watched = output / "results.watched.jsonl"
     for cut in (lines[:-30], None):
         table_file.unlink() if cut is None else table_file.write_bytes(cut)
-        code, _, err = shift([], "--resume", "--write", "regions")
-        assert (code, "results.jsonl " in err, "give --overwrite" in err) == (2, True, True)
+        _, err = shift(2, [], "--resume", "--write", "regions")
+        assert ("results.jsonl " in err, "give --overwrite" in err) == (True, True)
         assert cut is None or table_file.read_bytes() == cut
     # As if killed while the last row was written.
     text = watched.read_bytes()
@@ -234,11 +232,10 @@ def test_resumed_after_a_kill(shift: Shift, tmp_path: Path) -> None:
         (["--resume"], "another set of outputs"),
         (["--resume", "--overwrite"], "--overwrite"),
     ):
-        code, _, err = shift([], *flags)
-        assert (code, says in err) == (2, True)
+        assert says in shift(2, [], *flags)[1]
     with pytest.raises(OutputError, match="resume it with --watch"):
         Outputs(output).begin(watch=False, resume=True, overwrite=False)
-    assert shift([arrive(line, "new.png")], "--resume", "--write", "regions")[0] == 0
+    shift(0, [arrive(line, "new.png")], "--resume", "--write", "regions")
     assert names(output) == ["0.png", "1.png", "2.png", "3.png", "1.png", "new.png"]
     # The tables are as if nothing had happened, up to the row that was scored again.
     for name, before in (("results.csv", rows), ("results.jsonl", lines)):
@@ -246,17 +243,15 @@ def test_resumed_after_a_kill(shift: Shift, tmp_path: Path) -> None:
         assert after.startswith(b"".join(before.splitlines(keepends=True)[:-1]))
         assert after.endswith(b"\n")
     assert len(table_file.read_text().splitlines()) == 6
-    assert shift([], "--overwrite", "--write", "none")[0] == 0
+    shift(0, [], "--overwrite", "--write", "none")
     assert not (output / "regions.csv").exists()
 
 
 def test_what_cant_be_watched(shift: Shift, tmp_path: Path) -> None:
-    code, _, err = shift([], "--input", __file__)
-    assert (code, "isn't a folder" in err) == (2, True)
+    assert "isn't a folder" in shift(2, [], "--input", __file__)[1]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.partial.jsonl").touch()
-    code, _, err = shift([])
-    assert (code, "holds an interrupted run without --watch" in err) == (2, True)
+    assert "holds an interrupted run without --watch" in shift(2, [])[1]
 
 
 def write(file: Path, time: int, data: bytes = b"1") -> None:

@@ -16,7 +16,6 @@ from kit import most_bytes
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
-from anomaly.methods.patchcore import search as searching
 from anomaly.methods.patchcore.search import ExactIndex, NearestNeighbors
 
 # By a product of all dimensions, by a screen, by faiss, in arrays where torch isn't installed.
@@ -140,32 +139,6 @@ def test_any_bank(m: int, q: int, dim: int, levels: int, way: str, k: int, seed:
     if q:
         expected = np.sort(cdist(queries.double(), bank.double()), axis=1)[:, :k]
         assert distances.numpy() == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-@settings(max_examples=60)
-@given(
-    dim=st.integers(1, 140),
-    rank=st.integers(1, 140),
-    axes=st.integers(1, 140),
-    rest=st.sampled_from([0.0, 0.01, 1.0]),
-    scale=st.floats(1e-3, 1e3),
-    offset=st.floats(0, 20),
-    near=st.floats(1e-3, 2),
-    seed=st.integers(0, 2**31),
-)
-def test_a_screen_rules_nothing_out_wrongly(
-    dim: int, rank: int, axes: int, rest: float, scale: float, offset: float, near: float,
-    seed: int,
-) -> None:  # fmt: skip
-    g = seeded(seed)
-    bank = torch.randn(400, rank, generator=g) @ torch.randn(rank, dim, generator=g) + offset
-    bank = scale * (bank + rest * torch.randn(400, dim, generator=g))
-    queries = bank[:40] + scale * near * torch.randn(40, dim, generator=g)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searching, "AXES", axes)
-        distances, _ = neighbours(bank, "screen").search(queries, 20)
-    expected = np.sort(cdist(queries.double(), bank.double()), axis=1)[:, :20]
-    np.testing.assert_allclose(distances, expected, rtol=1e-5)
 
 
 @pytest.fixture
