@@ -275,7 +275,7 @@ def training_names(manifest: Mapping[str, Any]) -> list[str]:
     """Names of the training images, in the order of the indices that memory bank vectors carry.
 
     Args:
-        manifest: a model's manifest; images that training refused have an index, too.
+        manifest: a model's manifest; images refused or left out have an index, too.
     """
     names = list(manifest["training_images"])
     refused: dict[str, int] = manifest["refused_images"] or {}

@@ -192,7 +192,7 @@ def write_graph(
 
     Args:
         model: on the CPU, in fp32.
-        folder: gets the graph's files.
+        folder: folder for the graph's files.
         engine: a key of `anomaly.backbones.engine.ENGINES`, which decides the file format.
         camera: (H0, W0) of the raw RGB images that the graph takes and judges; None for a graph
             from network inputs to patch embeddings.
@@ -209,12 +209,15 @@ def write_graph(
     stem, (example, free) = "network", _example(model)
     if camera is not None:
         module, stem = PixelsToVerdict(model, module, camera), "whole"
+        # A camera's images have one size: the batch alone is free.
         example, free = torch.randint(0, 256, (2, *camera, 3), dtype=torch.uint8), {0: free[0]}
     with torch.no_grad():
         module(example)  # fills caches, so that the trace holds their values as constants
-    described, suffix, file = module.described(), ENGINES[engine][2], folder / f"{stem}.onnx"
+    described = module.described()
+    file = folder / f"{stem}.onnx"
     _trace(module, example, free, list(described), file)
     inputs, outputs = _tidy(file, described)
+    _, _, suffix = ENGINES[engine]
     if suffix != ".onnx":
         openvino = import_engine(engine, "this export is for")
         network = openvino.Core().read_model(file)
@@ -246,14 +249,10 @@ def _example(model: Model) -> tuple[Tensor, dict[int, Any]]:
 def _trace(
     module: nn.Module, example: Tensor, free: dict[int, Any], names: list[str], file: Path
 ) -> None:
-    """Write a module as an ONNX file, without the libraries' messages about operators.
+    """Write a module of one input and a tuple of outputs as an ONNX file, without messages.
 
-    Args:
-        module: takes one input and returns a tuple of outputs.
-        example: an input.
-        free: axes of the input that may have another length.
-        names: names of the input and of the outputs.
-        file: the ONNX file.
+    Axes of the input in `free` may have another length than in `example`. The names are those of
+    the input and the outputs.
 
     Raises:
         ModelError: the module can't be traced.

@@ -319,9 +319,8 @@ def cross_fit(
     # Numbers of groups, in which an image without a group is one by itself.
     units = len({groups.get(i, i) for i in distinct})
     known_groups = groups if units > 1 else {}  # a single group can't be held out as a whole
-    divided = split(
-        indices, {i: known_groups.get(first, first) for i, first in originals.items()}, folds
-    )
+    kept_together = {i: known_groups.get(first, first) for i, first in originals.items()}
+    divided = split(indices, kept_together, folds)
     scores: dict[int, HeldOutScores] = {}
     grouped = bool(known_groups) or len(distinct) < len(indices)
     for images, scorer in fitter.held_out(model.scorer, patches, divided, grouped=grouped):
@@ -491,11 +490,10 @@ def train(
     if features.shard:
         manifest["made_with"]["shard_images"] = features.shard
     statistics = features.statistics_of(fit.images)
+    learned = TrainingStatistics.of(statistics)
     return replace(
         fit,
-        model=replace(
-            fit.model, training_statistics=TrainingStatistics.of(statistics), manifest=manifest
-        ),
+        model=replace(fit.model, training_statistics=learned, manifest=manifest),
         refused={samples[r.index].name: r.reason for r in features.refused},
         patches=features.only(frozenset(fit.images)).count,
         patch_pixels=_patch_pixels(features, min(setup.extractor.strides)),
