@@ -745,7 +745,8 @@ def _medians(scores: Array) -> Array:
     flat = xp.where(xp.isnan(flat), math.inf, flat)
     ordered = flat.sort(1).values if xp is not np else np.sort(flat, 1)
     middle = (counts - 1).clip(0) // 2
-    return xp.where(counts > 0, ordered[xp.arange(len(middle)), middle], 1.0)
+    # `len` would fix the batch size of a traced graph.
+    return xp.where(counts > 0, ordered[xp.arange(flat.shape[0]), middle], 1.0)
 
 
 def _highest(values: Array, count: int) -> Array:

@@ -155,7 +155,7 @@ def reference_of(config: Config, samples: Sequence[Sample]) -> Reference | None:
 
 
 def _image_sizes(samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Sizes (H0, W0) of all readable images, of files first, then of images in memory."""
+    """Sizes (H0, W0) of all readable images."""
     headers = read_all(size_of, [s.path for s in samples if s.image is None])
     sizes = [size for size in headers if isinstance(size, tuple)]
     return sizes + [s.image.size for s in samples if s.image is not None]
