@@ -125,11 +125,10 @@ def evaluation_weaknesses(run: Run, evaluation: Evaluation) -> tuple[Weakness, .
         for image in evaluation.scored
         if image.sample.is_defect and image.verdict(limits) == "good"
     ]
-    few = _few(run) if missed else ()
     return (
         *_missed(run, missed, counts.defective.total),
         *_too_coarse(run, missed),
-        *few,
+        *(_few(run) if missed else ()),
         *_flagged(run, counts.good.review + counts.good.reject, counts.good.total),
     )
 
@@ -173,8 +172,8 @@ def _missed(run: Run, missed: Sequence[Scored], defects: int) -> Iterator[Weakne
     """
     if not missed:
         return
-    finding = f"{len(missed)} of {counted(defects, 'defect')} pass as good "
-    finding += f"({percent(len(missed) / defects)})."
+    share = percent(len(missed) / defects)
+    finding = f"{len(missed)} of {counted(defects, 'defect')} pass as good ({share})."
     config = run.model.config
     if defects >= LEAST_DEFECTS and not config.chosen_by:  # tune hasn't been run yet
         remedy = "Try other settings on the known defects (10 minutes at most):"
@@ -195,7 +194,8 @@ def _too_coarse(run: Run, missed: Sequence[Scored]) -> Iterator[Weakness]:
     size = run.record.get("patch_size", {}).get("pixels")
     if not size:
         return
-    patch, scale = max(size), max(size) / min(run.model.extractor.strides)
+    patch = max(size)
+    scale = patch / min(run.model.extractor.strides)  # image pixels to one of the network
     widths = [image.width for image in missed if image.width is not None and image.width < patch]
     factor = min(scale, patch / median(widths)) if widths else 1.0
     if factor < _FINER_BY:

@@ -205,10 +205,7 @@ def compare(
     after: Sequence[Scored],
     limits: tuple[Thresholds | None, Thresholds | None],
 ) -> list[Compared]:
-    """Verdicts of images, scored before and after a change, by thresholds before and after it.
-
-    Images without a score are left out.
-    """
+    """Verdicts of scored images before and after a change; those without a score are left out."""
     return [
         Compared(old.sample, old.verdict(limits[0]), new.verdict(limits[1]), (old.score, new.score))
         for old, new in zip(before, after, strict=True)
@@ -264,7 +261,7 @@ def known_parts(models: Sequence[Model], defects: Iterable[Sample] = ()) -> dict
 
 
 def _test_split_of(model: Model) -> Sequence[Sample]:
-    """The test split of a model's run; empty for an unsaved model, or if it can't be opened."""
+    """The test split of a model's run; empty if unsaved or, with a warning, if not to be opened."""
     if model.folder is None:
         return ()
     try:

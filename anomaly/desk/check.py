@@ -234,7 +234,7 @@ def check(
         for name, samples in dataset.splits.items()
         if samples
     }
-    by_frame: dict[int, list[str]] = {}
+    by_frame: dict[int, list[str]] = {}  # names of images that show the same
     for i, frame in frame_of.items():
         by_frame.setdefault(frame, []).append(images[i].sample.name)
     copies = tuple(tuple(names) for names in by_frame.values() if len(names) > 1)

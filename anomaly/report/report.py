@@ -154,6 +154,7 @@ def write_evaluation(folder: Path, categories: Sequence[Category], *, overwrite:
         while name.casefold() in used:
             name += "_"
         used.add(name.casefold())
+    # After the loop `name` and `category` are the last category's.
     own = folder / name
     claim(own, _REPORT_FILES, overwrite=overwrite)
     clear(own, _REPORT_FILES)
