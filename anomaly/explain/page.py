@@ -74,7 +74,7 @@ class Explanation:
         write(folder / FACTS, as_json(self.facts()))
 
     def html(self) -> str:
-        """The page for people: verdict, photograph, anomaly map, regions, good patches, next steps.
+        """The page: verdict, photograph, anomaly map, regions, good patches, next steps.
 
         It loads nothing from elsewhere and fits on a sheet of A4.
         """
@@ -211,7 +211,7 @@ def _sizes(region: RegionRow) -> list[str]:
 
 
 def _compared(explanation: Explanation) -> Iterator[str]:
-    """HTML rows of pictures: a worst patch, then the good patches that it is compared with."""
+    """HTML: a heading, then a row for each worst patch, with the good patches compared."""
     has_nearest = explanation.prediction.nearest is not None
     good = "the good patches most like it" if has_nearest else "the same place on good parts"
     place = "Each marked place" if explanation.regions else "The most unusual place"
@@ -235,7 +235,7 @@ def _crop(picture: RgbImage, caption: str) -> str:
 
 
 def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
-    """Next steps for the reader of the page: sentence and command, which may be empty."""
+    """Next steps for the page's reader: a sentence each, and a command or an empty text."""
     prediction, folder = explanation.prediction, explanation.model["folder"] or "RUN"
     image = str(prediction.path or "IMAGE")
     if prediction.thresholds is None:

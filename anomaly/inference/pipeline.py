@@ -224,7 +224,7 @@ class Journal:
         raise NotImplementedError
 
     def restore(self, line: dict[str, Any]) -> None:
-        """Restore finished images from a line of an earlier run."""
+        """Restore finished images from an earlier run's line; by default none."""
 
     def _read(self, lines: Iterator[bytes]) -> None:
         """Restore finished images from the whole lines of an earlier run's journal.
@@ -415,11 +415,12 @@ class Run:
                 behind.append(batch)
                 scored += len(batch)
                 progress(scored, total)
+                # Waits for pictures, so that few images are in memory.
                 while len(behind) > 1 and sum(map(len, behind)) > _BEHIND:
                     self._record(behind.popleft(), inputs)
                 if self.stopped():
                     break
-        except StoppedError:  # raised by `load_all`; what is scored is recorded below
+        except StoppedError:  # from `loaded` or `predict`; what is scored is recorded below
             pass
         finally:
             self._record_all(behind, inputs)

@@ -265,7 +265,7 @@ class CachedFeatures(PatchSet):
 
     @property
     def count(self) -> int:
-        """Number of patches of the images, also of turned copies and outside the region."""
+        """Number of patches, also of turned copies and outside the region."""
         return sum(facts.patches for i, facts in self.facts.items() if i in self.images)
 
     def picture_hashes(self) -> dict[int, str]:
@@ -277,7 +277,7 @@ class CachedFeatures(PatchSet):
         return replace(self, images=images)
 
     def statistics_of(self, images: Sequence[int]) -> list[ImageStatistics]:
-        """Statistics of whole images, in the order of the image numbers given."""
+        """Statistics of whole images, in the order given."""
         return [whole for i in images if (whole := self.facts[i].statistics) is not None]
 
     def __iter__(self) -> Iterator[PatchBatch]:
