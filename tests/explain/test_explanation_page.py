@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from browser import Browser
-from conftest import Command
+from conftest import Says
 from kit import table
 
 from anomaly.explain.evidence import explained
@@ -129,15 +129,15 @@ def test_the_page_needs_no_output_folder_and_refuses_an_earlier_one(
     run_folder: Path,
     product: Path,
     tmp_path: Path,
-    command: Command,
+    says: Says,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = [product / "test" / "spot" / "000.png", "--model", run_folder]
-    code, out, _ = command("explain", arguments)
     page = Path("explained/000/explanation.html")
-    assert (code, page.is_file(), f"Look at {page}" in out) == (0, True, True)
-    assert "--overwrite" in command("explain", arguments)[2]
+    assert f"Look at {page}" in says(0, "explain", arguments)
+    assert page.is_file()
+    assert "--overwrite" in says(2, "explain", arguments)
 
 
 def test_it_opens_silently_fits_narrow_windows_and_one_sheet(

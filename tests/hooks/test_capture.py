@@ -185,6 +185,10 @@ def test_policies_change_device_dtype_and_kind() -> None:
         array = captured.pop_numpy()["0"]
     assert isinstance(array, np.ndarray)
     np.testing.assert_array_equal(array, expected.detach().bfloat16().float().numpy())
+    pooling = nn.Sequential(nn.MaxPool2d(2, return_indices=True))  # indices stay exact
+    with capture(pooling, "0", dtype=torch.float16) as captured:
+        pooling(torch.randn(1, 1, 128, 128))
+        assert [v.dtype for v in captured.pop().values()] == [torch.float16, torch.int64]
 
 
 class Twice(nn.Module):
@@ -357,11 +361,3 @@ def test_a_layer_under_two_names_is_refused() -> None:
         capture(network, ["a", "b"])
     with capture(network, ["a", "a"]):
         pass
-
-
-def test_indices_stay_exact_whatever_the_dtype() -> None:
-    network = nn.Sequential(nn.MaxPool2d(2, return_indices=True))
-    with capture(network, "0", dtype=torch.float16) as captured:
-        network(torch.randn(1, 1, 128, 128))
-        found = captured.pop()
-    assert [value.dtype for value in found.values()] == [torch.float16, torch.int64]

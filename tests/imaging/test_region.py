@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import RUNS, Command, train_arguments, write_part, write_product
+from conftest import RUNS, Command, Says, train_arguments, write_part, write_product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -111,18 +111,15 @@ def test_what_lies_outside_counts_nowhere(
         assert figures["lost_defect_share"] == pytest.approx(10 / 30)
 
 
-def test_a_drawn_mask_travels_with_the_model(
-    product: Path, tmp_path: Path, command: Command
-) -> None:
+def test_a_drawn_mask_travels_with_the_model(product: Path, tmp_path: Path, says: Says) -> None:
     mask = np.zeros((96, 120), np.uint8)
     mask[:, 60:] = 255
     cv2.imwrite(str(tmp_path / "mask.png"), mask)
     setting = f"image.ignore={{png: {tmp_path / 'mask.png'}}}"
     arguments = train_arguments(product, tmp_path / "run", setting)
-    assert command("train", [*arguments, "--no-calibrate"])[0] == 0
+    says(0, "train", [*arguments, "--no-calibrate"])
     (tmp_path / "mask.png").unlink()
-    code, _, err = command("train", ["--overwrite", *arguments])
-    assert (code, str(tmp_path / "mask.png") in err) == (2, True)
+    assert str(tmp_path / "mask.png") in says(2, "train", ["--overwrite", *arguments])
     detector = load_model(tmp_path / "run", torch.device("cpu"))
     assert detector.scorer.tensors()["origins"][:, 2].max() <= 4
     (found,) = detector.predict([product / "test" / "spot" / "000.png"])

@@ -16,7 +16,6 @@ from conftest import with_note, write_part
 from kit import rgb, tiny
 
 import anomaly
-from anomaly.errors import ConfigError
 from anomaly.explain.evidence import GoodImages
 from anomaly.imaging.loading import NetworkInput, turn_of, turned
 from anomaly.imaging.pool import Decoders
@@ -137,11 +136,6 @@ def test_a_region_is_turned_with_its_image() -> None:
         for each in (detector, _trained("quarter_turns"))
     )
     assert kept * 2 == whole
-
-
-def test_a_method_of_places_takes_no_copies() -> None:
-    with pytest.raises(ConfigError, match=r"turned_copies needs .* padim learns each position"):
-        anomaly.fit([*map(rgb, _parts(6))], _settings("quarter_turns", kind="padim"), device="cpu")
 
 
 def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
