@@ -366,7 +366,6 @@ def fitted(picture: RgbImage) -> RgbImage:
 
 
 def _text_width(text: str) -> int:
-    """Width of a line of text in pixels."""
     return 2 * _INDENT + cv2.getTextSize(text, _FONT, _FONT_SCALE, 1)[0][0]
 
 

@@ -362,7 +362,6 @@ def split(
 
 
 def _warn_of_copies(features: CachedFeatures, samples: Sequence[Sample]) -> None:
-    """Warn of training images that are copies of others, or nearly."""
     pictures = features.picture_hashes()
     different = len(set(pictures.values()))
     if copies := len(pictures) - different:
