@@ -408,7 +408,7 @@ def test_good_scores_of_0_allow_a_threshold_by_hand(
     product: Path, tmp_path: Path, calibrate: Calibrate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each image is like what the others taught: copies, where training doesn't notice that."""
-    monkeypatch.setattr(CachedFeatures, "pictures", lambda features: features.hashes)
+    monkeypatch.setattr(CachedFeatures, "picture_hashes", lambda features: features.hashes)
     source = product / "train" / "good" / "000.png"
     for i in range(4):
         with_note(source, tmp_path / "same" / product.name / f"{i}.png", i)
