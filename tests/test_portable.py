@@ -10,9 +10,9 @@ from pathlib import Path
 import faiss
 import pytest
 import torch
-from conftest import REPOSITORY, Command, train_arguments
+from conftest import Command, train_arguments
 from kit import table
-from portable import LEVELS, NUMERICAL, environment
+from portable import LEVELS, environment
 from threadpoolctl import threadpool_info
 
 import anomaly
@@ -130,8 +130,3 @@ def test_threads_and_batches_make_the_same_model(
     for name in ("scorer.safetensors", "calibration.json", "thresholds.json"):
         one, other = ((run / "model" / name).read_bytes() for run in runs)
         assert one == other, name
-
-
-def test_what_is_listed_is_there() -> None:
-    for listed in NUMERICAL:
-        assert (REPOSITORY / listed.partition("::")[0]).exists(), listed

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import FAST, Command, Says, write_part
+from conftest import FAST, Command, write_part
 from kit import touch
 
 from anomaly import fit
@@ -19,22 +19,6 @@ def _parts(folder: Path, count: int, seed: int = 0, name: str = "{}.png") -> Pat
         mark = (30, 40) if seed else None
         write_part(folder / name.format(i), seed=seed + i, mark=mark)
     return folder
-
-
-def test_defects_by_name_are_tested_with_and_never_learned(
-    says: Says, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = [("i.O.", "n.i.O."), ("合格", "不合格"), ("Bonnes pièces", "Rebuts")]
-    for i, (good, other) in enumerate([*names, ("PASS", "not_pass")]):
-        root = tmp_path / str(i)
-        _parts(root / good, 10)
-        _parts(root / other, 2, seed=100)
-        settings = [*CONFIG, "--set", f"data.root={root}"]
-        for name in ("check", "train"):
-            assert f"{other} would be taken as good" in says(2, name, settings)
-        code, out, err = command("check", [*settings, "--set", "data.format=good_defect"])
-        assert (code, "2 good, 2 defective" in out) == (0, True), err
 
 
 def test_names_of_files_that_tell_are_taken_at_their_word(command: Command, tmp_path: Path) -> None:

@@ -46,11 +46,6 @@ def test_verbose_says_why_on_stderr_alone(product: Path, tmp_path: Path, command
     assert re.search(r"reading: 12 of 12 in [\d.]+ s", err)
 
 
-def test_every_command_takes_the_options() -> None:
-    for name in cli.COMMANDS:
-        assert {"--quiet", "--verbose"} <= set(cli.options_of(name)), name
-
-
 def test_addresses_are_shown_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     with log_to_terminal(verbose=True):
         for address in ("http://ada:pa55/w@h/s3cret?k=s3cret", "ada:pa55@h"):
@@ -75,13 +70,6 @@ def test_progress_that_nobody_watches_is_a_plain_line_now_and_then(
     first, last = err.splitlines()
     assert re.fullmatch(r"features: 4 of 8, .* s left", first)
     assert last == "features: 8 of 8, finishing"
-
-
-def test_a_short_run_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressLine() as line:
-        for i in range(5):
-            line("scoring", i, 5)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_terminal_shows_progress_unless_it_is_to_be_quiet(

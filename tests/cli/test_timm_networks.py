@@ -57,22 +57,6 @@ def test_dinov2s_own_key_names_are_taken(tmp_path: Path) -> None:
     assert "blocks.2.mlp.fc1.weight" not in kept
 
 
-def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
-    name = "timm/test_vit"
-    own = networks.read_weights(name, "random", 0)[0]
-    truncated, whole = truncate(networks.build(name), ["blocks.1"]), networks.build(name)
-    for state, says in (
-        (networks.read_weights("resnet18", "random", 0)[0], "with unknown bn1."),
-        ({k: v for k, v in own.items() if "blocks.0." not in k}, "without blocks.0."),
-    ):
-        save_file(state, tmp_path / "wrong.safetensors")
-        read, _ = networks.read_weights(name, str(tmp_path / "wrong.safetensors"), 0)
-        with pytest.raises(WeightsError) as caught:
-            networks.load_state(truncated.network, read, whole, "that file")
-        assert says in str(caught.value)
-        assert "belongs to another network than VisionTransformer" in str(caught.value)
-
-
 def test_weights_come_from_the_users_cache_and_are_never_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,28 +224,12 @@ def drawn(
     return [Scores(defects, np.append(learned, tested)) for learned, defects, tested in rows]
 
 
-def test_a_defect_above_all_good_ones_counts_one_and_one_among_them_nothing() -> None:
-    good = np.arange(100.0)
-    values = worths(Scores(np.array([200.0, 94.5, 50.0]), good), RATE)
-    assert values == pytest.approx([1.0, 0.5, 0.0])
-
-
 def test_good_images_of_another_lot_raise_the_threshold() -> None:
     held_out, defects = np.arange(100.0), np.array([150.0])
     without = Scores(defects, held_out)
     with_others = Scores(defects, np.append(held_out, np.full(20, 200.0)))
     assert (without.limit(RATE), with_others.limit(RATE)) == (95.0, 200.0)
     assert (worths(without, RATE)[0], worths(with_others, RATE)[0]) == (1.0, 0.0)
-
-
-def test_the_threshold_is_that_of_training() -> None:
-    from anomaly.calibration.thresholds import threshold_for_expected_rate
-
-    held_out = np.random.default_rng(0).normal(5, 1, 137)
-    scores = Scores(np.array([]), held_out)
-    assert (held_out > scores.limit(RATE)).sum() == (
-        held_out > threshold_for_expected_rate(held_out, RATE).value
-    ).sum()
 
 
 def test_what_is_clearly_better_is_taken_and_of_equals_the_cheapest() -> None:

@@ -20,7 +20,7 @@ from running import answer
 from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_from
 from anomaly.errors import DataError
 from anomaly.inference.results import Row, as_jsonl
-from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of, scores_of
+from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, scores_of
 from anomaly.line.models import ModelSlot, Version
 from anomaly.line.record import Answer, Record, in_utc, open_to_read
 from anomaly.storage.folder import model_id
@@ -34,22 +34,6 @@ def thresholds_of(rng: np.random.Generator, images: int) -> Thresholds:
     scores = tuple(np.exp(rng.normal(0, 0.2, images)).tolist())
     good = GoodScores(tuple(map(str, range(images))), scores, scores, "training images")
     return thresholds_from(good, 0.05, 0.01)
-
-
-@pytest.mark.parametrize("promised", [0.02, 0.62])
-def test_a_limit_is_reached_as_seldom_as_it_says(promised: float) -> None:
-    """The chain that is computed, against streams that are drawn."""
-    chance, repeats = 0.05, 4000
-    limit, (down, up) = limit_of(promised, chance), gains(promised)
-    above = np.random.default_rng(0).random((HORIZON, repeats)) < promised
-    sums, highest = np.zeros(repeats), np.zeros(repeats)
-    for part in above:
-        sums = np.maximum(sums + np.where(part, up, down), 0.0)
-        highest = np.maximum(highest, sums)
-    reached = float((highest >= limit).mean())
-    noise = 3 * math.sqrt(chance * (1 - chance) / repeats)
-    assert reached <= chance + noise
-    assert reached >= 0.5 * chance  # and it isn't careful for nothing
 
 
 def test_the_sum_is_that_of_the_definition() -> None:
@@ -66,15 +50,6 @@ def test_the_sum_is_that_of_the_definition() -> None:
     assert alarm is not None
     assert (alarm.alarm, alarm.since, alarm.above) == (6, 1, 6)
     assert "Alarm at part 7; the rise began at part 2" in drift.lines()[0]
-
-
-def test_levels_are_the_thresholds_and_quartiles_that_differ() -> None:
-    rng = np.random.default_rng(1)
-    quartiles = ["upper quartile", "median"]
-    levels = levels_of(thresholds_of(rng, 200))
-    assert [level.name for level in levels] == ["reject threshold", "review threshold", *quartiles]
-    few = thresholds_of(rng, 20)
-    assert [level.name for level in levels_of(few)] == ["reject threshold", *quartiles]
 
 
 def lots(size: int, share: float, begin: int = 0) -> Draw:

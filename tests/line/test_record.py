@@ -221,15 +221,6 @@ def test_nothing_is_recorded_while_the_file_is_gone(
                 record.add(rejects(4))
 
 
-def test_a_record_that_comes_back_is_gone_on_with(record: Record, tmp_path: Path) -> None:
-    record.add(rejects(0))
-    record.file.rename(tmp_path / "away")
-    assert record.trouble()
-    (tmp_path / "away").rename(record.file)
-    assert record.trouble() == ""
-    assert record.add(rejects(1)) == [2]
-
-
 def test_readers_do_not_wait_for_what_is_written(record: Record) -> None:
     record.add([answer("good", 1)])
     with record.changing(), ThreadPoolExecutor(1) as other:
