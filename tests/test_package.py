@@ -79,12 +79,6 @@ def test_what_other_code_imports_is_there() -> None:
                         assert inside, f"{file}: {node.module} has no {name}"
 
 
-def test_the_licence_is_there() -> None:
-    text = (REPOSITORY / "LICENSE").read_text("utf-8")
-    assert text.lstrip().startswith("Apache License\n                           Version 2.0")
-    assert "END OF TERMS AND CONDITIONS" in text
-
-
 def test_every_package_that_is_needed_has_its_licence_listed() -> None:
     listed = (REPOSITORY / "docs" / "licences.md").read_text("utf-8")
     extras = PROJECT["optional-dependencies"]

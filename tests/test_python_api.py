@@ -328,16 +328,6 @@ def test_calibration_by_arrays_and_its_refusals(detector: anomaly.Detector) -> N
             detector.calibrate(unlooked, reject_rate=0.3, review_rate=0.1)
 
 
-def test_a_first_calibration_names_what_raises_the_threshold(
-    detector: anomaly.Detector, caplog: pytest.LogCaptureFixture
-) -> None:
-    bare = anomaly.Detector(replace(detector.model, thresholds=None))
-    good = [rgb(part(seed)) for seed in range(80, 90)]
-    bare.calibrate([*good, rgb(part(90, mark=True))])
-    (warning,) = [text for text in caplog.messages if text.startswith("image 10 scores")]
-    assert "without it the reject threshold would be" in warning
-
-
 def test_no_image_of_the_test_split_touches_a_threshold(run_folder: Path, product: Path) -> None:
     trained = anomaly.load(run_folder, device="cpu")
     with pytest.raises(DataError, match="test split"):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import FAST, Command, write_part
+from conftest import FAST, Says, write_part
 from kit import touch
 
 from anomaly import fit
@@ -21,17 +21,18 @@ def _parts(folder: Path, count: int, seed: int = 0, name: str = "{}.png") -> Pat
     return folder
 
 
-def test_names_of_files_that_tell_are_taken_at_their_word(command: Command, tmp_path: Path) -> None:
+def test_names_of_files_that_tell_are_taken_at_their_word(says: Says, tmp_path: Path) -> None:
     root = _parts(tmp_path / "part", 10, name="OK_{}.png")
     _parts(root, 3, seed=100, name="NOK_{}.png")
-    code, out, err = command("check", [*CONFIG, "--set", f"data.root={root}"])
-    assert (code, "8 good, 0 defective" in out, "2 good, 3 defective" in out) == (0, True, True)
-    assert "10 images are good by the names of their files, 3 defective" in out + err
+    check = [*CONFIG, "--set", f"data.root={root}"]
+    said = says(0, "check", check)
+    names = "10 images are good by the names of their files, 3 defective"
+    assert all(text in said for text in ("8 good, 0 defective", "2 good, 3 defective", names))
     with pytest.raises(DataError, match=r"3 of 13 files say defective \(NOK_0\.png, "):
         fit(root)
     write_part(root / "new.png", seed=50)
-    code, _, err = command("check", [*CONFIG, "--set", f"data.root={root}"])
-    assert (code, "names of these files don't say" in err, "new.png" in err) == (2, True, True)
+    said = says(2, "check", check)
+    assert ("names of these files don't say" in said, "new.png" in said) == (True, True)
 
 
 def test_what_a_system_keeps_beside_images_is_never_read(

@@ -82,6 +82,13 @@ def test_a_smaller_set_is_part_of_a_larger_one(sample: Path, tmp_path: Path) -> 
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+def test_severity_spreads_from_obvious_to_subtle() -> None:
+    values = [demo.severity_of(index) for index in range(65)]
+    assert values[:9] == [1, 0, 1 / 2, 3 / 4, 1 / 4, 7 / 8, 3 / 8, 5 / 8, 1 / 8]
+    # The first 2 + (2^k - 1) indices are an even grid.
+    assert sorted(values) == [i / 64 for i in range(65)]
+
+
 @pytest.mark.parametrize("kind", DEFECTS)
 def test_mask_covers_the_change_and_nothing_else(kind: str) -> None:
     changes = []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import FAST, Command, write_part
+from conftest import FAST, Says, write_part
 from kit import tiny
 from moving_parts import draw
 from scipy.stats import norm
@@ -60,7 +60,7 @@ def write_angle(file: Path, seed: int, turns: int, mark: bool) -> None:
     cv2.imwrite(str(file), np.clip(picture, 0, 255).astype(np.uint8))
 
 
-def test_parts_that_lie_any_way_are_learned_so(command: Command, tmp_path: Path) -> None:
+def test_parts_that_lie_any_way_are_learned_so(says: Says, tmp_path: Path) -> None:
     """They lie one way where they are learned, and four ways later."""
     angles = tmp_path / "angles"
     for i in range(16):
@@ -71,8 +71,7 @@ def test_parts_that_lie_any_way_are_learned_so(command: Command, tmp_path: Path)
     config = tmp_path / "angle.yaml"
     config.write_text(yaml.safe_dump({"data": {"root": str(angles)}}))
     asked = ["--config", config, "--budget", "1h", *settings(*FAST, "data.format=mvtec")]
-    code, out, err = command("tune", asked)
-    assert code == 0, err
+    out = says(0, "tune", asked)
     # Found by their pose, they would be for review: no training part lies in these ways.
     assert "model.turned_copies=quarter_turns" in out.split("\n\n")[-2]
     written = tmp_path / "angle_tuned.yaml"
@@ -89,34 +88,29 @@ def test_parts_that_lie_any_way_are_learned_so(command: Command, tmp_path: Path)
     assert int(expected[1]) > int(before[1])
     assert f"anomaly train --config {written}" in out
 
-    code, _, err = command("tune", asked)
-    assert (code, "exists already" in err) == (2, True)
+    assert "exists already" in says(2, "tune", asked)
 
 
 def test_what_does_not_fit_is_left_out_and_too_few_defects_are_refused(
-    product: Path, run_folder: Path, command: Command, tmp_path: Path
+    product: Path, run_folder: Path, says: Says, tmp_path: Path
 ) -> None:
     good, spots = product / "train" / "good", product / "test" / "spot"
     base = [*FAST, "data.format=folder", f"data.root={good}"]
     output = tmp_path / "tuned.yaml"
     asked = ["--config", "folder.yaml", *settings(*base), "--output", output]
     for given, parts in (([], "0 parts"), (["--defects", spots], "3 parts")):
-        code, _, err = command("tune", [*asked, *given])
-        assert (code, f"known defects on {parts} are too few to compare" in err) == (2, True)
+        said = says(2, "tune", [*asked, *given])
+        assert f"known defects on {parts} are too few to compare" in said
     more = Path(shutil.copytree(spots, tmp_path / "spots"))
     for i in range(3):
         write_part(more / f"more{i}.png", seed=440 + i, mark=(30 + 9 * i, 40))
-    code, out, err = command("tune", [*asked, "--defects", more, "--budget", "0.001s"])
-    assert code == 0, err
-    assert "your settings stay: no other settings catch more" in out
-    assert "not tried: model.turned_copies=quarter_turns: " in out
-    assert (out + err).count("needs about") == out.count("not tried: ")
+    said = says(0, "tune", [*asked, "--defects", more, "--budget", "0.001s"])
+    assert "your settings stay: no other settings catch more" in said
+    assert "not tried: model.turned_copies=quarter_turns: " in said
+    assert said.count("needs about") == said.count("not tried: ")
     before, tuned = load_config("folder.yaml", base), load_config(output)
-    assert (tuned.model, tuned.image, tuned.backbone) == (
-        before.model,
-        before.image,
-        before.backbone,
-    )
+    for section in ("model", "image", "backbone"):
+        assert getattr(tuned, section) == getattr(before, section)
 
     # Other images measure honestly; these have chosen.
     model = load_model(run_folder, "cpu")
@@ -126,10 +120,10 @@ def test_what_does_not_fit_is_left_out_and_too_few_defects_are_refused(
     assert "3 of 6 test images were used to choose the settings" in optimism_warning(figures)
 
 
-def test_a_budget_is_a_time(command: Command) -> None:
+def test_a_budget_is_a_time(says: Says) -> None:
     for budget in ("10", "0m", "ten minutes", "-5m"):
-        code, _, err = command("tune", ["--config", "folder.yaml", f"--budget={budget}"])
-        assert (code, "isn't a time; write it like 90s, 10m or 1h" in err) == (2, True)
+        said = says(2, "tune", ["--config", "folder.yaml", f"--budget={budget}"])
+        assert "isn't a time; write it like 90s, 10m or 1h" in said
 
 
 def test_from_python(product: Path) -> None:
@@ -280,14 +274,9 @@ def test_what_is_said_of_the_chosen_settings_holds_for_new_images(parts: int, vi
         limit, gain = settings[said.index].limit(RATE), 2.0 if said.index else 0.0
         caught = norm.sf(limit, 1.5 + gain, np.hypot(0.7 * 2**0.5, 0.2))
         flagged = norm.sf(limit, 0, 0.7 * 2**0.5)
-        rows.append(
-            (
-                said.caught.expected - caught,
-                said.flagged.expected - flagged,
-                said.caught.low <= caught <= said.caught.high,
-                said.flagged.low <= flagged <= said.flagged.high,
-            )
-        )
+        more = said.caught.expected - caught, said.flagged.expected - flagged
+        caught_held = said.caught.low <= caught <= said.caught.high
+        rows.append((*more, caught_held, said.flagged.low <= flagged <= said.flagged.high))
     more_caught, more_flagged, *held = np.mean(rows, 0)
     assert abs(more_caught) < 0.02
     assert abs(more_flagged) < 0.006
