@@ -91,6 +91,8 @@ class Threshold:
             return statement
         if self.kept == "bound":
             lacking = images_needed(self.target) - rate.images
+            if lacking <= 0:  # there are enough images, but in too few groups: a caution says so
+                return statement
             return f"{statement}; to promise {percent(self.target)}, add {lacking} good images"
         needed = math.ceil(1 / self.target * (1 - _SLACK)) - 1
         return f"{statement}; {percent(self.target)} on average needs {needed} good images"

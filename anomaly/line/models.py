@@ -256,6 +256,7 @@ class ModelSlot:
             with suppress(queue.Empty):  # what was decoded during the last batch
                 while part := self._decoded.get_nowait():
                     gathered.append(part)
+                self._decoded.put(None)  # the end has come: for the loop around
             for version in dict.fromkeys(part.version for part in gathered):
                 self._score(version, [part for part in gathered if part.version is version])
 

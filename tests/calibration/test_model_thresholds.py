@@ -88,6 +88,8 @@ def test_few_images_say_so_and_lots_caution() -> None:
     assert "to promise 1 %, add 296 good images" in lines[1]
     assert "from 2 groups" in lines[2]
     assert "can't guarantee a false-reject rate below 78 %" in lines[2]
+    lines = thresholds_from(_good([*range(400)], groups=10), 0.05, 0.01).lines()
+    assert not any("add" in line for line in lines)
     some = _good([1.0, 2.0, 3.0], groups=2)
     fewer = some.without(some.names[:1])
     assert "come from at most 2 groups" in fewer.cautions[0]
