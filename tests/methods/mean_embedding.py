@@ -52,7 +52,8 @@ class MeanFitter(Fitter[MeanEmbedding]):
         sums = [(b.embeddings.flatten(0, 2).sum(0), b.embeddings[..., 0].numel()) for b in batches]
         if not sums:
             raise DataError("no training patches; check the training images")
-        return MeanEmbedding(sum(s for s, _ in sums) / sum(count for _, count in sums))
+        total = torch.stack([each for each, _ in sums]).sum(0)
+        return MeanEmbedding(total / sum(count for _, count in sums))
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int) -> MeanFitter:
