@@ -17,7 +17,7 @@ from kit import tiny
 import anomaly
 
 
-def test_layers_say_what_is_hooked(run_folder: Path, says: Says, command: Command) -> None:
+def test_layers_say_what_is_hooked(run_folder: Path, says: Says) -> None:
     said = says(0, "layers", ["--backbone", "mobilenet_v2"])
     lines = {line.split()[0]: line for line in said.splitlines() if line}
     assert "96×14×14" in lines["features.13"]
@@ -32,19 +32,15 @@ def test_layers_say_what_is_hooked(run_folder: Path, says: Says, command: Comman
     assert "this model stops after layer3" in said
 
 
-def test_features_are_those_of_the_network(product: Path, tmp_path: Path, command: Command) -> None:
+def test_features_are_those_of_the_network(product: Path, tmp_path: Path, says: Says) -> None:
     """The rows equal torchvision's own network run by hand."""
     torch.manual_seed(0)
     network = torchvision.models.resnet18(weights=None).eval()
     torch.save(network.state_dict(), tmp_path / "own.pth")
     images = product / "test" / "good"
-    code, out, _ = command(
-        "features",
-        ["--backbone", "resnet18", "--weights", tmp_path / "own.pth", "--layers", "layer1[-1]",
-         "avgpool", "--input", images, "--output", tmp_path / "out.npz"],
-    )  # fmt: skip
-    assert code == 0
-    assert "3 images saved" in out
+    arguments = ["--backbone", "resnet18", "--weights", tmp_path / "own.pth", "--input", images]
+    layers = ["--layers", "layer1[-1]", "avgpool", "--output", tmp_path / "out.npz"]
+    assert "3 images saved" in says(0, "features", [*arguments, *layers])
     saved = np.load(tmp_path / "out.npz")
     assert [Path(path).name for path in saved["paths"]] == ["000.png", "001.png", "002.png"]
     preset = torchvision.transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -62,14 +58,14 @@ def test_features_are_those_of_the_network(product: Path, tmp_path: Path, comman
 
 
 def test_features_of_a_model_keep_whole_maps_when_told_and_bad_files_are_named(
-    run_folder: Path, product: Path, tmp_path: Path, says: Says, command: Command
+    run_folder: Path, product: Path, tmp_path: Path, says: Says
 ) -> None:
     images = Path(shutil.copytree(product / "test" / "good", tmp_path / "images"))
     (images / "broken.png").write_bytes(b"not a picture")
     maps, means = tmp_path / "maps.npz", tmp_path / "means.npz"
     arguments = ["--model", run_folder, "--input", images]
-    code, out, err = command("features", [*arguments, "--pool", "none", "--output", maps])
-    assert (code, "3 images saved" in out, "broken.png" in err) == (3, True, True)
+    said = says(3, "features", [*arguments, "--pool", "none", "--output", maps])
+    assert ("3 images saved" in said, "broken.png" in said) == (True, True)
     saved = np.load(maps)
     assert [Path(path).name for path in saved["paths"]] == ["000.png", "001.png", "002.png"]
     assert saved["layer2"].shape[:2] == (3, 24)
@@ -122,19 +118,19 @@ def test_explain_a_score(explained: Path) -> None:
 
 
 def test_explain_calls_what_isnt_our_part_what_infer_calls_it(
-    run_folder: Path, tmp_path: Path, command: Command
+    run_folder: Path, tmp_path: Path, says: Says
 ) -> None:
     image = tmp_path / "black.png"
     cv2.imwrite(str(image), np.zeros((96, 120, 3), np.uint8))
     output = tmp_path / "why"
-    code, out, _ = command("explain", [image, "--model", run_folder, "--output", output])
+    said = says(0, "explain", [image, "--model", run_folder, "--output", output])
     facts = json.loads((output / "explanation.json").read_text())
-    assert (code, facts["verdict"], "a blank image" in facts["reason"]) == (0, "reject", True)
-    assert facts["reason"] in out
+    assert (facts["verdict"], "a blank image" in facts["reason"]) == ("reject", True)
+    assert facts["reason"] in said
 
 
 def test_explain_says_what_it_cannot_show(
-    product: Path, run_folder: Path, tmp_path: Path, command: Command
+    product: Path, run_folder: Path, tmp_path: Path, says: Says
 ) -> None:
     settings = tiny(model={"kind": "padim", "dimensions": 20})
     free = anomaly.fit(product / "train" / "good", settings, device="cpu", calibrate=False)
@@ -149,8 +145,8 @@ def test_explain_says_what_it_cannot_show(
         image = product / "test" / "spot" / "001.png"
         arguments = [image, "--model", model, "--good", good]
         output = tmp_path / f"why {model.name}"
-        code, out, _ = command("explain", [*arguments, "--output", output])
-        assert (code, "; name their folder with --good" in out) == (0, lacks), out
+        said = says(0, "explain", [*arguments, "--output", output])
+        assert ("; name their folder with --good" in said) == lacks
         assert (output / "explanation.html").is_file()
     facts = json.loads((tmp_path / "why free" / "explanation.json").read_text())
     assert facts["patches"][0]["compared_with"][0]["distance"] is None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import FAST, MadeOnce, run_command, write_product
 
-from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand, thresholds_from
+from anomaly.calibration.thresholds import thresholds_by_hand, thresholds_from
 from anomaly.datasets.layouts import open_dataset
 from anomaly.datasets.samples import Sample
 from anomaly.desk import advice
@@ -151,34 +151,6 @@ def test_a_finer_setting_is_named(
     found = of_images(large, [passing(width=6.0)] * 12)
     commands = [weakness.command for weakness in found if "narrower" in weakness.finding]
     assert [setting in command for command in commands] == [True] * (setting is not None)
-
-
-def judged_by(run: Run, scores: Sequence[float], **record: object) -> Run:
-    names = tuple(f"{i:03}.png" for i in range(len(scores)))
-    good = GoodScores(names, tuple(scores), tuple(scores), "some images")
-    model = replace(run.model, thresholds=thresholds_from(good, 0.05, 0.01))
-    return replace(run, model=model, record={**run.record, **record})
-
-
-def test_few_good_images(run: Run) -> None:
-    first = training_weaknesses(judged_by(run, [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]))[0]
-    assert "6 good images can't guarantee a false-reject rate below 39 %" in first.finding
-    assert "Use 299 images for 1 %" in first.remedy
-    assert "lens cap" in first.remedy
-
-
-def test_a_defect_among_the_training_images(run: Run) -> None:
-    scores = [4.0, *np.linspace(2.0, 2.45, ENOUGH - 1)]
-    dirty = judged_by(run, scores, stand_out={"000.png": 4.0, "001.png": 2.0})
-    first = training_weaknesses(dirty)[0]
-    assert re.match(
-        r"2 training images look unlike all others: 000\.png, 001\.png\. Without 000\.png the "
-        r"reject threshold would be 2\.4\S+ instead of 4\.\S+\.$",
-        first.finding,
-    )
-    assert shlex.split(first.command)[:2] == ["anomaly", "train"]
-    left_out = replace(dirty, record={**dirty.record, "left_out": True})
-    assert not any("unlike" in weakness.finding for weakness in training_weaknesses(left_out))
 
 
 def test_other_review_rates_are_listed_where_they_would_catch_more(run: Run) -> None:

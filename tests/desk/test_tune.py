@@ -204,18 +204,16 @@ def test_turned_copies_keep_the_bank_as_large_as_it_was() -> None:
 RATE = 0.05
 
 
-def drawn(
-    draw: np.random.Generator, gains: list[float], defects: int, good: int = 100
-) -> list[Scores]:
-    """Scores by settings that move defects by so much; all share most of their noise."""
-    held_out, known = draw.normal(size=good), draw.normal(size=defects)
-
-    def noisy(values: np.ndarray) -> np.ndarray:
-        return values + 0.3 * draw.normal(size=len(values))
-
-    other = draw.normal(size=25)
-    rows = [(noisy(held_out), noisy(known + gain), noisy(other)) for gain in gains]
-    return [Scores(defects, np.append(learned, tested)) for learned, defects, tested in rows]
+def seen(draw: np.random.Generator, gains: list[float], parts: int, views: int) -> list[Scores]:
+    """Scores of several views of each part: settings differ from part to part, not within one."""
+    of_good, of_part = draw.normal(size=100), draw.normal(size=parts)
+    settings = []
+    for gain in gains:
+        own = 1.5 + gain + 0.7 * (of_part + draw.normal(size=parts))
+        defects = own.repeat(views) + 0.2 * draw.normal(size=parts * views)
+        held_out = 0.7 * (of_good + draw.normal(size=100))
+        settings.append(Scores(defects, held_out))
+    return settings
 
 
 def test_good_images_of_another_lot_raise_the_threshold() -> None:
@@ -227,27 +225,13 @@ def test_good_images_of_another_lot_raise_the_threshold() -> None:
 
 
 def test_what_is_clearly_better_is_taken_and_of_equals_the_cheapest() -> None:
-    settings = drawn(np.random.default_rng(1), [1.0, 9.0, 9.0, 1.0], 25)
+    settings = seen(np.random.default_rng(1), [0.0, 9.0, 9.0, 0.0], 25, 1)
     assert judge(settings, [1, 3, 2, 1], RATE).index == 2
     assert judge(settings, [1, 2, 3, 1], RATE).index == 1
     assert judge(settings, [1, 2, 3, 1], RATE).better
     assert judge(settings, [1, 2, 3, 1], RATE, seed=7) == judge(
         settings, [1, 2, 3, 1], RATE, seed=7
     )
-
-
-def seen(
-    draw: np.random.Generator, gains: list[float], parts: int, views: int, good: int = 100
-) -> list[Scores]:
-    """Scores of several views of each part: settings differ from part to part, not within one."""
-    of_good, of_part = draw.normal(size=good), draw.normal(size=parts)
-    settings = []
-    for gain in gains:
-        own = 1.5 + gain + 0.7 * (of_part + draw.normal(size=parts))
-        defects = own.repeat(views) + 0.2 * draw.normal(size=parts * views)
-        held_out = 0.7 * (of_good + draw.normal(size=good))
-        settings.append(Scores(defects, held_out))
-    return settings
 
 
 def test_settings_that_are_alike_are_not_taken_for_better() -> None:
@@ -284,13 +268,13 @@ def test_what_is_said_of_the_chosen_settings_holds_for_new_images(parts: int, vi
 
 
 def test_six_defects_of_one_part_are_one() -> None:
-    settings = drawn(np.random.default_rng(1), [0.0, 9.0], 2 * LEAST_DEFECTS)
+    settings = seen(np.random.default_rng(1), [0.0, 9.0], 2 * LEAST_DEFECTS, 1)
     judged = judge(settings, [1, 2], RATE, groups=[0] * LEAST_DEFECTS + [1] * LEAST_DEFECTS)
     assert (judged.parts, judged.better) == (2, False)
     assert judged.caught.low < 0.2 < 0.8 < judged.caught.high
 
 
 def test_good_images_of_one_group_are_parted() -> None:
-    settings = drawn(np.random.default_rng(1), [0.0, 9.0], 8)
-    groups = [*range(8), *["lot"] * 125]
+    settings = seen(np.random.default_rng(1), [0.0, 9.0], 8, 1)
+    groups = [*range(8), *["lot"] * 100]
     assert judge(settings, [1, 2], RATE, groups=groups) == judge(settings, [1, 2], RATE)
