@@ -383,13 +383,16 @@ class Thresholds:
             before = value
         return highest[:listed]
 
-    def raised_lines(self) -> list[str]:
-        """Lines of text with the images of `raised_by`."""
-        return [
-            f"{name} scores {score:.5g}; without it{f' and the {i} above' if i else ''} the reject "
-            f"threshold would be {value:.5g} instead of {self.image:.5g}"
-            for i, (name, score, value) in enumerate(self.raised_by())
-        ]
+    def raised_by_lines(self) -> list[str]:
+        """A line for each image of `raised_by`: its score, and the threshold without it."""
+        lines = []
+        for above, (name, score, value) in enumerate(self.raised_by()):
+            images = f"it and the {above} above" if above else "it"
+            lines.append(
+                f"{name} scores {score:.5g}; without {images} the reject threshold would be "
+                f"{value:.5g} instead of {self.image:.5g}"
+            )
+        return lines
 
     @cached_property
     def reject_up_to(self) -> float:

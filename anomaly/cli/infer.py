@@ -26,6 +26,7 @@ from anomaly.inference.pipeline import (
     Finished,
     Inputs,
     Journal,
+    Predict,
     Run,
     RunJournal,
     WatchJournal,
@@ -65,6 +66,17 @@ def run_infer(options: argparse.Namespace) -> int:
             return _score(options, inputs, outputs, stop, is_complete=is_complete)
 
 
+def _predict_on_cluster(
+    address: str | None, model: Model, stop: Stopping, opened: ExitStack
+) -> Predict | None:
+    """The function that scores on Ray's machines; None without an address: they score here."""
+    if address is None:
+        return None
+    workers = annex("cluster.workers")
+    cluster = opened.enter_context(workers.joined(address, model.device.type))
+    return partial(workers.predict, cluster, model, stop.has_come)
+
+
 def _score(
     options: argparse.Namespace,
     inputs: Images | None,
@@ -84,16 +96,12 @@ def _score(
     folders = sorted(str(folder.absolute()) for folder in options.input)
     images = {"list of images": inputs.sha256} if inputs else {"folders": folders}
     about = outputs.about(model, images)
-    if is_complete:
-        code = RunJournal.finished(options.output, about)
+    if is_complete:  # the model was loaded to see that it is the same run
+        code = RunJournal.exit_code_of_complete(options.output, about)
         print(f"the run in {options.output} is complete; there is nothing to resume")
         return code
     with ExitStack() as opened:
-        predict = None
-        if options.ray is not None:
-            workers = annex("cluster.workers")
-            cluster = opened.enter_context(workers.joined(options.ray, model.device.type))
-            predict = partial(workers.predict, cluster, model, stop.has_come)
+        predict = _predict_on_cluster(options.ray, model, stop, opened)
         if not options.resume:  # only now: until here a refusal leaves earlier results alone
             outputs.clear(model)
         thumbnails = Thumbnails(len(inputs.paths) if inputs else SHOWN)

@@ -96,6 +96,7 @@ def label_of(name: str) -> Label:
         return Label.ASIDE
     if kinds == {"good"}:
         return Label.GOOD
+    # Defects are only tested with, so `test` beside them is no doubt; beside `good` it is one.
     if kinds == {"not", "good"} or (kinds & _BAD and kinds <= {*_BAD, "other", "test"}):
         return Label.DEFECTIVE
     return Label.UNKNOWN if kinds <= {"not", "other", "test"} else Label.UNCLEAR

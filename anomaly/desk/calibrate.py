@@ -230,7 +230,7 @@ def _doubt_about(before: Thresholds | None, new: Thresholds) -> str:
             new.image / highest,
             highest,
         )
-    raised = new.raised_lines()
+    raised = new.raised_by_lines()
     for line in raised:
         log.warning(line)
     if raised:

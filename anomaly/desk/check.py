@@ -206,7 +206,13 @@ def check(
     reading: Reading,
     progress: Progress = lambda done, total: None,
 ) -> DataReport:
-    """Decode every image and mask of a data set, and list its faults."""
+    """Decode every image and mask of a data set, and list its faults.
+
+    Args:
+        dataset: the samples of all splits.
+        reading: preprocessing, as in training.
+        progress: called with the number of images decoded and of all.
+    """
     everything = [(split, s) for split, samples in dataset.splits.items() for s in samples]
     images: list[_CheckedImage] = []
     for image in _check_all(everything, reading):
@@ -234,11 +240,22 @@ def check(
         for name, samples in dataset.splits.items()
         if samples
     }
-    by_frame: dict[int, list[str]] = {}  # names of images that show the same
+    return DataReport(splits, tuple(faults), bits, _copies(images, frame_of))
+
+
+def _copies(
+    images: Sequence[_CheckedImage], frame_of: Mapping[int, int]
+) -> tuple[tuple[str, ...], ...]:
+    """Names of the images that show the same frame, for each frame shown more than once.
+
+    Args:
+        images: all images.
+        frame_of: number of the first image that shows the same, by an image's number.
+    """
+    by_frame: dict[int, list[str]] = {}
     for i, frame in frame_of.items():
         by_frame.setdefault(frame, []).append(images[i].sample.name)
-    copies = tuple(tuple(names) for names in by_frame.values() if len(names) > 1)
-    return DataReport(splits, tuple(faults), bits, copies)
+    return tuple(tuple(names) for names in by_frame.values() if len(names) > 1)
 
 
 def _check_all(

@@ -201,7 +201,7 @@ def learn(
     names = unique_names([sample.name for sample in samples], known)
     renamed = (replace(sample, name=name) for sample, name in zip(samples, names, strict=True))
     numbered = dict(enumerate(renamed, len(known)))  # numbers follow those of the known images
-    setup = TrainingSetup.of(model)
+    setup = TrainingSetup.to_update(model)
     images = {i: sample.source for i, sample in numbered.items()}
     with (
         tempfile.TemporaryDirectory(prefix=".update-", dir=scratch) as folder,

@@ -449,16 +449,16 @@ class PixelAccumulator:
         """
         scores, defect = np.asarray(anomaly_map, dtype=np.float32), np.asarray(mask, dtype=bool)
         self._images += 1
-        seen = ~np.isnan(scores)
-        self._scores.add(scores[seen & ~defect], {_GOOD: None})
-        inspected = seen & defect
+        inspected = ~np.isnan(scores)
+        self._scores.add(scores[inspected & ~defect], {_GOOD: None})
+        inspected_defect = inspected & defect
         self._defect_pixels += int(defect.sum())
-        self._lost_defect_pixels += int((defect & ~seen).sum())
+        self._lost_defect_pixels += int((defect & ~inspected).sum())
         # 8-connected, over the whole mask: a region cut in two by a crop is still one region.
         _, regions = cv2.connectedComponents(defect.astype(np.uint8), connectivity=8)
-        region = regions[inspected]
-        share = 1.0 / np.bincount(region)[region]
-        self._scores.add(scores[inspected], {_DEFECT: None, _REGION: share})
+        region = regions[inspected_defect]
+        share = 1.0 / np.bincount(region)[region]  # AUPRO: the pixels of a region weigh 1 together
+        self._scores.add(scores[inspected_defect], {_DEFECT: None, _REGION: share})
 
     def result(self) -> Metrics:
         """The figures of all images added.

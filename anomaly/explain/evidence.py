@@ -278,8 +278,9 @@ def training_names(manifest: Mapping[str, Any]) -> list[str]:
         manifest: a model's manifest; images refused or left out have an index, too.
     """
     names = list(manifest["training_images"])
-    refused: dict[str, int] = manifest["refused_images"] or {}
-    for name, index in sorted(refused.items(), key=lambda pair: pair[1]):
+    refused: dict[str, int] = manifest["refused_images"]
+    # The lowest index first, so that each name lands at its own.
+    for name, index in sorted(refused.items(), key=lambda item: item[1]):
         names.insert(index, name)
     return names
 

@@ -253,7 +253,7 @@ def network_comparisons(
     for expected, trained, answer in zip(in_fp32, as_trained, answers, strict=True):
         share = float("inf")  # stays where only one of the two can score the image
         if expected.score is not None and answer.score is not None:
-            share = _difference(answer.score, expected.score, reference)
+            share = _relative_difference(answer.score, expected.score, reference)
         elif expected.status == answer.status:
             unusable += 1
             continue
@@ -287,15 +287,20 @@ def pixel_comparisons(
             continue
         (code,), (value,), (reason,), (shown,), _ = graph(pixels[None])
         share = max(
-            _difference(value, prediction.score, reference),
-            _difference(shown, prediction.anomaly_map, reference),
+            _relative_difference(value, prediction.score, reference),
+            _relative_difference(shown, prediction.anomaly_map, reference),
         )
         by_model = prediction.score, prediction.verdict, bool(prediction.reason)
         yield path, (value, VERDICTS[int(code)], bool(reason)), by_model, share
 
 
-def _difference(values: ArrayLike, expected: ArrayLike, reference: Model) -> float:
-    """The largest difference as a share of the highest score, or of a higher review threshold."""
+def _relative_difference(values: ArrayLike, expected: ArrayLike, reference: Model) -> float:
+    """The largest difference as a share of the highest score, or of a higher review threshold.
+
+    Infinite where only one of the two has a value: NaN is where nothing was inspected.
+    """
+    if (np.isnan(values) != np.isnan(expected)).any():
+        return float("inf")
     differences = np.abs(np.subtract(values, expected))
     # A training image may score 0, or close to it: the threshold keeps shares of it small.
     least = 0.0 if reference.thresholds is None else reference.thresholds.review

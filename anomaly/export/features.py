@@ -104,8 +104,8 @@ def from_backbone(
         images = network_input(batch, normalise, device)
         with torch.inference_mode(), capture(network, paths, stop=True) as captured:
             captured.run(images)
-            outputs = captured.pop()
-        return [outputs[path] for path in paths]
+            by_path = captured.pop()
+        return [by_path[path] for path in paths]
 
     # A network without a multiple takes squares of one size only.
     sizing = Sizing(_SIDE if multiple is None else None, None, _SIDE, multiple or _STRIDE)

@@ -169,7 +169,7 @@ class Capture:
         arrays = {}
         for name, tensor in self.pop().items():
             plain = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-            arrays[name] = np.ascontiguousarray(plain.detach().cpu().numpy())
+            arrays[name] = np.asarray(plain.detach().cpu().numpy(), order="C")  # not channels last
         return arrays
 
     def _reset(self) -> None:

@@ -302,8 +302,8 @@ class RunJournal(Journal):
         self.file.unlink(missing_ok=True)
 
     @staticmethod
-    def finished(folder: Path, about: Mapping[str, object]) -> int:
-        """Exit code of a complete run.
+    def exit_code_of_complete(folder: Path, about: Mapping[str, object]) -> int:
+        """Exit code of a complete run, after a check that it is the run to resume.
 
         Args:
             folder: the run's output folder.
@@ -321,7 +321,7 @@ class RunJournal(Journal):
                 f"{folder} holds results, but {DONE}, which describes the run, is missing or "
                 "damaged; give another --output, or add --overwrite to start again"
             ) from None
-        _check_same(folder, earlier, json.loads(json.dumps(about)))
+        _check_same(folder, earlier, json.loads(json.dumps(about)))  # tuples are lists in JSON
         return code
 
 

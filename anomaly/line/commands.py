@@ -197,11 +197,12 @@ def deploy(new: Path, run: Path, kind: str = _EARLIER) -> None:
 
 
 def previous_version(run: Path) -> Path:
-    """The folder of the run's previous version.
+    """The folder of the run's newest earlier version.
 
     Raises:
         OutputError: the run has no earlier version.
     """
+    # A move that was broken off leaves a version without its model.
     versions = [v for v in _kept(run, _EARLIER) if (v / "model" / MANIFEST).is_file()]
     if not versions:
         raise OutputError(f"{run} has no earlier version (none in {run / _EARLIER})")

@@ -60,7 +60,7 @@ def earlier_thresholds(model: Model) -> Thresholds:
     file = Path(model.folder or "") / HISTORY
     undone = 0  # changes still to be skipped, since later entries undo them
     for entry in _since_update(model.history):
-        if entry.get("before") is None:
+        if entry.get("before") is None:  # the model had no thresholds until then
             break
         undone += 1 if "undo" in entry["asked"] else -1
         if undone < 0:

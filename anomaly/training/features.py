@@ -69,8 +69,8 @@ class TrainingSetup(ImageStages):
     weights_sha256: str | None = None
 
     @classmethod
-    def of(cls, model: Model) -> TrainingSetup:
-        """The setup in which a trained model learns more images.
+    def to_update(cls, model: Model) -> TrainingSetup:
+        """The setup in which a trained model learns more images, on top of its own.
 
         Raises:
             ModelError: the model's method can't add to what it has learned.

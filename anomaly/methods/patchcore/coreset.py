@@ -115,7 +115,7 @@ def greedy_k_center(
     if not 1 <= size <= n:
         raise ConfigError(f"coreset size {size} is outside 1 to {n}, the number of patches")
     with parallel_pool(points.device) as run_parallel:
-        nearest = MinDistances(points, run_parallel)
+        nearest = MinDistances(points, run_parallel)  # refuses points that aren't finite
         if size == n:
             return Selection(torch.arange(n, device=points.device), 0.0)
         if bounds is not None:
@@ -136,14 +136,28 @@ def greedy_k_center(
             farthest = nearest.squared.topk(min(_FARTHEST, n)).indices
         if progress is not None:
             progress(size, size)
-        # The few farthest are measured again by differences, which cancel nothing.
-        by_differences = "donot_use_mm_for_euclid_dist"
-        distances = torch.cdist(
-            points[farthest].float(), points[picks].float(), compute_mode=by_differences
-        ).amin(1)
-        if bounds is not None:
-            distances = torch.minimum(distances, bounds[farthest].clamp(min=0).sqrt())
-        return Selection(picks, float(distances.max()))
+        return Selection(picks, _covering_radius(points, picks, farthest, bounds))
+
+
+def _covering_radius(
+    points: Tensor, picks: Tensor, farthest: Tensor, bounds: Tensor | None
+) -> float:
+    """The largest distance of a point from its nearest pick or earlier centre.
+
+    Args:
+        points: (N, d).
+        picks: (M,) indices of the picked points.
+        farthest: indices of the points among which the farthest is, in spite of rounding.
+        bounds: (N,) squared distances to earlier centres; None without these.
+    """
+    # By differences, which cancel nothing.
+    by_differences = "donot_use_mm_for_euclid_dist"
+    distances = torch.cdist(
+        points[farthest].float(), points[picks].float(), compute_mode=by_differences
+    ).amin(1)
+    if bounds is not None:
+        distances = torch.minimum(distances, bounds[farthest].clamp(min=0).sqrt())
+    return float(distances.max())
 
 
 def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None = None) -> Tensor:
