@@ -88,10 +88,6 @@ def _images_of(options: argparse.Namespace, name: str, *, unsorted: bool = False
         options: the command's options.
         name: the option's name, without the dashes.
         unsorted: names of folders and files mean nothing, for nobody has sorted the images.
-
-    Raises:
-        DataError: a file or a folder doesn't exist, there is no image, or names of folders or files
-            contradict the option.
     """
     paths: list[Path] = getattr(options, name)
     defects = None if unsorted else name == "defects"

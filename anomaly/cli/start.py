@@ -218,9 +218,6 @@ def _check_images(
 
     Returns:
         The layout now, the data set, and the report on it.
-
-    Raises:
-        DataError: none of the training images can be used.
     """
     dataset = open_dataset(source.layout, source.root, None)
     reading = _reading(settings)

@@ -185,9 +185,6 @@ class _CheckedImage:
     """The facts about an image that outlive its pixels.
 
     Attributes:
-        split: the image's split.
-        sample: the image.
-        faults: faults of the image and its mask.
         size: (H0, W0) in original pixels; None if the image is unusable.
         mode: colour and bits a sample, as stored.
         look: hashes and a coarse picture, to find copies; None if the image is unusable.

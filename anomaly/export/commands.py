@@ -76,13 +76,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _source_folder(options: argparse.Namespace) -> Path:
-    """The folder of the model to export; options that don't allow the export are refused.
-
-    Raises:
-        ModelError: there is no model, it is an exported one, or the engine or ONNX isn't installed.
-        DataError: the folder of golden images has none.
-        OutputError: the output holds an export already, or a trained model, or can't be written to.
-    """
+    """The folder of the model to export; options that don't allow the export are refused."""
     folder, target = find_model(options.model, exported=False), options.output / "model"
     check_run_folder(options.output, folder)
     if (target / MANIFEST).is_file() and not (target / EXPORT).is_file():
@@ -109,12 +103,6 @@ def _write_export(
 
     Returns:
         The content of export.json.
-
-    Raises:
-        ModelError: the model can't be exported, or the export isn't equal; the output folder is
-            unchanged then.
-        DataError: there are no images to compare on.
-        OutputError: the output can't be written.
     """
     # It imports torch; `_source_folder` refuses wrong options before.
     from anomaly.export.graph import OPSET, check_pixels, write_graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,3 +59,13 @@ def test_the_page_lives_behind_a_proxy_and_without_storage(
     assert page.complaints() == []
     assert all(url.startswith(proxied) for url in page.requests())
     assert served.get(f"/v1/parts/{number}")["feedback"]["who"] == "Ada"
+
+
+def test_events_come_at_once_behind_a_proxy(served: Served, proxied: str, product: Path) -> None:
+    with urllib.request.urlopen(f"{proxied}v1/events", timeout=10) as events:
+        before = events.readline(), events.readline()
+        served.score((product / "test/good/000.png").read_bytes())
+        after = events.readline()
+    assert before[0].startswith(b"data: ")
+    assert after.startswith(b"data: ")
+    assert after != before[0]

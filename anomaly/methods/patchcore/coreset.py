@@ -147,7 +147,7 @@ def _covering_radius(
     Args:
         points: (N, d).
         picks: (M,) indices of the picked points.
-        farthest: indices of the points among which the farthest is, in spite of rounding.
+        farthest: indices of the points that may be the farthest.
         bounds: (N,) squared distances to earlier centres; None without these.
     """
     # By differences, which cancel nothing.
