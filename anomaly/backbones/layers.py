@@ -305,7 +305,7 @@ def truncate_in_place(network: nn.Module, layers: Sequence[str]) -> DryRun:
     """Drop every part of a network that some layers don't need, in place.
 
     A dry run shows which parameters and buffers are read before the last wanted layer has run. A
-    module that has some, none of them read, is replaced.
+    module that has some, none read, is replaced by `PassThrough`.
 
     Args:
         network: on the meta device.
@@ -320,7 +320,7 @@ def truncate_in_place(network: nn.Module, layers: Sequence[str]) -> DryRun:
     """
     paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
     sides = (each for each in probes(network) if takes_size(network, each, each, paths))
-    run = DryRun(network, paths, next(sides, PROBES[0]))
+    run = DryRun(network, paths, next(sides, PROBES[0]))  # raises if none fits
     _drop(network, run.dropped)
     return run
 

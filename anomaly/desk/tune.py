@@ -218,8 +218,8 @@ class Scores:
         defects, good = np.split(mask, [len(self.defects)])
         return Scores(self.defects[defects], self.good[good])
 
-    def limit(self, rate: float) -> float:
-        """A threshold that flags at most this share of good images on average: one of their scores.
+    def threshold_at(self, rate: float) -> float:
+        """The good score that is the threshold for this rate of flagged good images on average.
 
         Its rank from above is rate · (n + 1), rounded down; at least 1, so few images allow more.
         """
@@ -320,7 +320,7 @@ def judge(
         present_and_best = [settings[index].only(out) for index in (0, best)]
         gained += _gains(present_and_best, rate, part_of[out], len(gained))[1]
         for row, index in zip(above, (0, _cheapest(gains, costs)), strict=True):
-            row[out] += settings[index].every[out] > kept[index].limit(rate)
+            row[out] += settings[index].every[out] > kept[index].threshold_at(rate)
     signs = rng.choice([-1.0, 1.0], (len(gained), _DRAWS))
     chance = float((gained @ signs >= gained.sum() - 1e-9).mean())
     better = parts >= LEAST_DEFECTS and chance <= _CHANCE
@@ -657,7 +657,7 @@ class Tuning:
 
     def caught(self, trial: Trial) -> int:
         """Number of known defects caught at the review rate of `base`."""
-        limit = trial.scores.limit(self.base.calibration.review_rate)
+        limit = trial.scores.threshold_at(self.base.calibration.review_rate)
         return int((trial.scores.defects > limit).sum())
 
     def write(self, file: Path) -> None:

@@ -100,7 +100,7 @@ def feature_map_pictures(
 
     Args:
         model: any network in eval mode.
-        image: (3, H, W), normalised as the network wants it, on the network's device.
+        image: (C, H, W), normalised as the network wants it, on the network's device.
         layers: paths of layers that put out feature maps, see `anomaly.hooks.match`.
         n_channels: number of channels shown, the most active first.
         picture: the image before it was normalised, (H, W, 3) uint8 RGB, for the first tile; None
@@ -263,7 +263,7 @@ def grad_cam(
 
     Args:
         model: a classifier in eval mode, whose output for one image is (1, classes).
-        image: (3, H, W), normalised as the network wants it, on the network's device.
+        image: (C, H, W), normalised as the network wants it, on the network's device.
         layer: path of a layer, usually the last one before the pooling (`features[-1]`, `layer4`).
         target_class: index of the class; None takes the one with the highest score.
 

@@ -331,7 +331,7 @@ class ModelSlot:
     def facts(self) -> dict[str, Any]:
         """State, model, checks, promises and drift, as plain values."""
         facts = {"name": self.name, "state": self.state, "refused": self.refused}
-        facts |= {"reason": self.trouble, "checked": "", "drift": self.drifted()}
+        facts |= {"reason": self.trouble, "checked": "", "drift": self.drift_facts()}
         if (version := self.version) is not None:
             model, limits = version.model, version.model.thresholds
             facts |= {"model_id": model.model_id, "model_name": model.name, "method": model.method}
@@ -339,7 +339,7 @@ class ModelSlot:
             facts["calibration"] = [] if limits is None else limits.lines()
         return facts
 
-    def drifted(self) -> dict[str, Any]:
+    def drift_facts(self) -> dict[str, Any]:
         """The drift of the newest parts, as in a report.
 
         Returns:

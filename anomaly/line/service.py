@@ -188,7 +188,7 @@ class InspectionService:
         for slot in self.models.values():
             if slot.refused:
                 yield "refused", slot.name, slot.trouble
-            drift = slot.drifted()
+            drift = slot.drift_facts()
             if drift["alarm"]:
                 yield "drift", slot.name, ""
             if drift["compared"] != "as promised":  # but more or fewer
@@ -203,7 +203,7 @@ class InspectionService:
             lines.append(_figure("part_seconds_total", seconds, **labels))
         for slot in self.models.values():
             lines.append(_figure("waiting_parts", slot.waiting, model=slot.name))
-            lines.append(_figure("drift_alarm", slot.drifted()["alarm"], model=slot.name))
+            lines.append(_figure("drift_alarm", slot.drift_facts()["alarm"], model=slot.name))
             lines.append(_figure("version_refused", slot.refused, model=slot.name))
         for outbox in self.outboxes:
             unsent, refused = outbox.state()

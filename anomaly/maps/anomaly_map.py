@@ -379,7 +379,7 @@ def highest(anomaly_map: SourceMap) -> float:
 
 
 def _masks(anomaly_map: SourceMap, thresholds: Sequence[float]) -> list[NDArray[np.uint8]]:
-    """Predicted masks (H0, W0) of several thresholds, from one pass over the map."""
+    """Predicted masks (H0, W0) of thresholds, 0 or 255; they share the strips."""
     masks = [np.zeros(anomaly_map.view.source, np.uint8) for _ in thresholds]
     peak, reached = highest(anomaly_map), []
     for mask, threshold in zip(masks, thresholds, strict=True):

@@ -154,7 +154,7 @@ def test_images_with_a_reason_for_review_are_caught_whatever_their_score(tmp_pat
     scores = Search(config, *given, 0.0, torch.device("cpu"), tmp_path).trial(()).scores
     assert np.isinf(scores.defects).tolist() == [True, False]
     assert np.isinf(scores.good[-2:]).tolist() == [False, True]
-    assert scores.limit(0.01) < np.inf
+    assert scores.threshold_at(0.01) < np.inf
 
 
 def config(**values: Any) -> Config:
@@ -220,7 +220,7 @@ def test_good_images_of_another_lot_raise_the_threshold() -> None:
     held_out, defects = np.arange(100.0), np.array([150.0])
     without = Scores(defects, held_out)
     with_others = Scores(defects, np.append(held_out, np.full(20, 200.0)))
-    assert (without.limit(RATE), with_others.limit(RATE)) == (95.0, 200.0)
+    assert (without.threshold_at(RATE), with_others.threshold_at(RATE)) == (95.0, 200.0)
     assert (worths(without, RATE)[0], worths(with_others, RATE)[0]) == (1.0, 0.0)
 
 
@@ -240,7 +240,7 @@ def test_settings_that_are_alike_are_not_taken_for_better() -> None:
     for _ in range(100):
         settings = seen(draw, [0.0] * 12, parts=10, views=6)
         judged = judge(settings, [1.0] * 12, RATE, groups=groups)
-        caught = [(scores.defects > scores.limit(RATE)).mean() for scores in settings]
+        caught = [(scores.defects > scores.threshold_at(RATE)).mean() for scores in settings]
         wrong.append(judged.better)
         more.append(judged.caught.expected - np.mean(caught))
     assert np.mean(wrong) <= 0.1
@@ -255,7 +255,7 @@ def test_what_is_said_of_the_chosen_settings_holds_for_new_images(parts: int, vi
     for _ in range(40):
         settings = seen(draw, [0.0] + [2.0] * 11, parts, views)
         said = judge(settings, [1.0] * 12, RATE, groups=groups)
-        limit, gain = settings[said.index].limit(RATE), 2.0 if said.index else 0.0
+        limit, gain = settings[said.index].threshold_at(RATE), 2.0 if said.index else 0.0
         caught = norm.sf(limit, 1.5 + gain, np.hypot(0.7 * 2**0.5, 0.2))
         flagged = norm.sf(limit, 0, 0.7 * 2**0.5)
         more = said.caught.expected - caught, said.flagged.expected - flagged

@@ -136,7 +136,7 @@ def test_the_service_sees_what_the_report_says(
     def agree(alarm: bool) -> None:
         arguments = ["--record", file, *days, "--output", output, "--overwrite"]
         out = says(alarm, "report", arguments)
-        page, said = (output / "report.html").read_text(), slot.drifted()
+        page, said = (output / "report.html").read_text(), slot.drift_facts()
         assert said["alarm"] == alarm
         assert said["compared"] == ("more" if alarm else "as promised")
         assert ("The scores have drifted" in out) == alarm
@@ -147,7 +147,7 @@ def test_the_service_sees_what_the_report_says(
         slot.use(Version.of(loaded, run_folder / "model", ""))
         for batch in (scored[:50], scored[50:120], scored[120:]):
             record.add([Answer("disc", row, b"") for row in batch])
-            slot.drifted()
+            slot.drift_facts()
         agree(True)
         for part in range(101, 261):  # what people call defects doesn't count,
             record.add_feedback("defect", who="Ada", part=part)
@@ -159,10 +159,10 @@ def test_the_service_sees_what_the_report_says(
         agree(True)
         calm = replace(scored[0], image_sha256="c" * 64)
         record.add([Answer("disc", calm, b"")] * HORIZON)
-        assert not slot.drifted()["alarm"]  # it is over once so many are calm
+        assert not slot.drift_facts()["alarm"]  # it is over once so many are calm
         slot.use(Version.of(loaded, run_folder / "model", ""))  # as after a restart
-        assert not slot.drifted()["alarm"]
-    assert f"of {HORIZON} parts" in slot.drifted()["lines"][0]
+        assert not slot.drift_facts()["alarm"]
+    assert f"of {HORIZON} parts" in slot.drift_facts()["lines"][0]
 
 
 def test_rows_from_before_a_recalibration_count(
