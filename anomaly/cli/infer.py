@@ -69,7 +69,7 @@ def run_infer(options: argparse.Namespace) -> int:
 def _predict_on_cluster(
     address: str | None, model: Model, stop: Stopping, opened: ExitStack
 ) -> Predict | None:
-    """The function that scores on Ray's machines; None without an address: they score here."""
+    """The function that scores on Ray's machines; None without an address."""
     if address is None:
         return None
     workers = annex("cluster.workers")
@@ -96,7 +96,7 @@ def _score(
     folders = sorted(str(folder.absolute()) for folder in options.input)
     images = {"list of images": inputs.sha256} if inputs else {"folders": folders}
     about = outputs.about(model, images)
-    if is_complete:  # the model was loaded to see that it is the same run
+    if is_complete:  # loaded only to check that it is the same run
         code = RunJournal.exit_code_of_complete(options.output, about)
         print(f"the run in {options.output} is complete; there is nothing to resume")
         return code

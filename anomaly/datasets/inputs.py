@@ -223,7 +223,7 @@ def _samples(
     Mistaken rows are refused, and lists of which only some rows have a label.
     """
     samples: dict[str, tuple[int, str, Sample]] = {}  # line, split and sample by the image's name
-    unlabelled = []
+    unlabelled: list[str] = []
     for line, row in rows:
         where = f"{file} line {line}"
         path, label, mask, split, group = (row.get(column, "").strip() for column in _LISTED)
@@ -243,7 +243,8 @@ def _samples(
                 f"{where}: a defect ({kind!r}) in the split {split!r}, which is for good images; "
                 "make its split `test`"
             )
-        unlabelled += [] if label else [str(line)]
+        if not label:
+            unlabelled.append(str(line))
         samples[name] = line, split, Sample(folder / name, name, kind, mask_path, group or None)
     if unlabelled and len(unlabelled) < len(samples):
         raise DataError(

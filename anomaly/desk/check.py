@@ -208,7 +208,7 @@ def check(
     Args:
         dataset: the samples of all splits.
         reading: preprocessing, as in training.
-        progress: called with the number of images decoded and of all.
+        progress: called with (done, total) images.
     """
     everything = [(split, s) for split, samples in dataset.splits.items() for s in samples]
     images: list[_CheckedImage] = []
@@ -243,11 +243,9 @@ def check(
 def _copies(
     images: Sequence[_CheckedImage], frame_of: Mapping[int, int]
 ) -> tuple[tuple[str, ...], ...]:
-    """Names of the images that show the same frame, for each frame shown more than once.
+    """Names of the images that show one frame, for each frame shown more than once.
 
-    Args:
-        images: all images.
-        frame_of: number of the first image that shows the same, by an image's number.
+    `frame_of` has the number of the first image that shows the same, by an image's number.
     """
     by_frame: dict[int, list[str]] = {}
     for i, frame in frame_of.items():

@@ -285,7 +285,7 @@ def pixel_comparisons(
 def _relative_difference(values: ArrayLike, expected: ArrayLike, reference: Model) -> float:
     """The largest difference as a share of the highest score, or of a higher review threshold.
 
-    Infinite where only one of the two has a value: NaN is where nothing was inspected.
+    Infinite where only one has a value; NaN is where nothing was inspected.
     """
     if (np.isnan(values) != np.isnan(expected)).any():
         return float("inf")

@@ -362,8 +362,8 @@ class Outputs:
             True if `resume` is set and the earlier run over a list of files is complete already.
 
         Raises:
-            OutputError: the folder holds a run and neither `resume` nor `overwrite` is set, it
-                holds a run of the other kind, or it can't be written to.
+            OutputError: it holds a run and neither `resume` nor `overwrite` is set, or without
+                `overwrite` one of the other kind; or it can't be written to.
         """
         # A finished run has deleted its journal, so either file means an interrupted one.
         unfinished, watched = ((self.folder / name).exists() for name in (JOURNAL, WATCHED))
@@ -380,7 +380,8 @@ class Outputs:
                 "start again, or give another --output"
             )
         complete = not (watch or same_kind) and resume and (self.folder / RESULTS).exists()
-        claim(self.folder, () if resume and (same_kind or complete) else INFER, overwrite=overwrite)
+        continues = resume and (same_kind or complete)
+        claim(self.folder, () if continues else INFER, overwrite=overwrite)
         remove_drafts(self.folder, FOLDERS)
         return complete
 

@@ -344,7 +344,7 @@ class ModelSlot:
 
         Returns:
             `alarm`: whether scores have drifted; `lines`: a sentence for each level; `compared`:
-            `as promised`, `more` or `fewer` parts are flagged.
+            `as promised`, also without thresholds, or `more` or `fewer` parts are flagged.
         """
         watched = self.version.drift if self.version else None
         if watched is None:

@@ -53,7 +53,7 @@ def train_run(
         device: the device of the network and the scorer.
         calibrate: find thresholds.
         overwrite: replace an earlier run there, once the new model is trained.
-        features_of: see `train`; a cluster's machines all see `output`.
+        features_of: as in `train`; all machines of a cluster see `output`.
         progress: called with (stage, done, total).
 
     Returns:

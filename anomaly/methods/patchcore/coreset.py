@@ -54,7 +54,7 @@ _BLOCK = {"cpu": 4096, "cuda": 65536}
 # Centres a product, so that it never exceeds _CENTRES × _BLOCK numbers.
 _CENTRES = 2048
 # Of 128 to 1,024 cells, 256 measured best: few are wide, many make products too small to be quick.
-# A GPU multiplies faster than it could be told what to skip.
+# A GPU multiplies all of them faster than it finds those to skip.
 _CELLS = {"cpu": 256, "cuda": 1}
 # Centres, at least, for each of the cells. They don't depend on how many points come at once: each
 # point's distances, rounding included, are those that it has among any others.
